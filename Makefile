@@ -6,7 +6,7 @@
 # make test    every test that needs nothing but the checkout
 # make test-slow  what is long: 2,000 steps, 10,000 damaged files of each kind, an installed wheel, the MLX of phones, what 4 bits lose of real models, conversations in TRL's chat templates, lm-evaluation-harness, llama.cpp, Flower, models of transformers, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
-# make ledger  builds mesp-count, which counts a step on a phone's GPU, and its tests: on Linux (docs/ledger.md)
+# make ledger  builds mesp-count, which counts a step on a phone's GPU, and its tests: on Linux (docs/gpu.md)
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  measures costs, exact gradients and peaks of this machine
 # make first-hour  measures this machine, and packs one file to send back (docs/first-hour.md)

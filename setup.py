@@ -50,10 +50,6 @@ LICENSE_OF_PROGRAMS = "MIT AND Apache-2.0 WITH Swift-exception AND Unicode-3.0"
 
 
 class BuildWithEngineSources(build_py):
-    """Copies the sources to `mesp/engine/sources`, except in an editable install, which uses the
-    checkout.
-    """
-
     def run(self) -> None:
         super().run()
         if self.editable_mode:
@@ -70,8 +66,6 @@ class BuildWithEngineSources(build_py):
 class WheelWithPrograms(bdist_wheel):
     """With `--programs FOLDER`, makes a wheel for the platform `--plat-name` that contains the
     programs in FOLDER.
-
-    The wheel then requires the version of MLX in the file `mlx-version` in FOLDER.
     """
 
     user_options: ClassVar = [

@@ -1,5 +1,3 @@
-"""Fixtures and marks for all tests."""
-
 import os
 import re
 import shutil
@@ -66,7 +64,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a tiny model with a tokenizer: float32, tied, in one file."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
 
 
@@ -82,14 +79,11 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """Returns the GGUF file of SmolLM2-135M-Instruct in Q4_1. Skips the test if there is no
-    such file."""
     return _real_model("SMOLLM2")
 
 
 @pytest.fixture(scope="session")
 def gemma_gguf() -> Path:
-    """Returns the GGUF file of Gemma 3 270M in Q4_K_M. Skips the test if there is no such file."""
     return _real_model("GEMMA")
 
 
@@ -110,7 +104,6 @@ def stores_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Returns the path of a file with `TEXT`."""
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return path
@@ -126,15 +119,12 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def phones(tmp_path: Path) -> Phones:
-    """Returns an empty set of simulated phones. A command that runs in `phones.environment()` finds
-    the phones that the test adds.
-    """
+    """Returns an empty set of simulated phones."""
     return Phones(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the library of helpers/faults.c, which makes system calls of a process fail."""
     return _library("faults", tmp_path_factory)
 
 

@@ -1,10 +1,6 @@
-"""Tests of the demo model's export and training with the real engine."""
-
 import json
 import re
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +13,7 @@ from mlx import nn
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import load_adapters
 
-from helpers.commands import HANG, call, command, invoke, run, wait_for
+from helpers.commands import HANG, call, invoke, run
 from helpers.paths import DEMO_BUNDLE, DEMO_MODEL
 from mesp.bundle.reader import Bundle
 from mesp.commands.train import main
@@ -64,7 +60,6 @@ def test_training_lowers_the_held_out_loss(trained: Path):
 
 
 def test_the_defaults_learn(bundle: Path, tmp_path: Path):
-    """The default settings lower the loss clearly in 60 steps. The paper's settings do not."""
     losses = {}
     for name, options in {"default": (), "paper": ("--paper",)}.items():
         output = tmp_path / name
@@ -86,7 +81,6 @@ def quantized_demo_model() -> nn.Module:
 def held_out_loss(model: nn.Module, bundle: Path) -> float:
     tokens = mx.array(Bundle(bundle).tokens("valid"))
     windows = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(VAL_BATCHES)]
-    # `default_loss` takes a range of target positions, which are counted from 1.
     lengths = mx.array([[0, SEQ_LEN]])
     losses = [default_loss(model, w[None].astype(mx.int32), lengths)[0] for w in windows]
     return mx.mean(mx.stack(losses)).item()
@@ -256,40 +250,3 @@ def test_a_flipped_byte_is_found(bundle: Path, tmp_path: Path, file: str):
     assert done.returncode == 2
     assert file in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_a_full_disk_is_one_sentence(bundle: Path, tmp_path: Path):
-    """A limit on file sizes simulates a full disk."""
-    assert train(bundle, tmp_path / "first", "--steps", 1).returncode == 0
-    settings = json.loads((tmp_path / "first" / "settings.json").read_text())
-    settings |= {"output": str(tmp_path / "run"), "steps": 1, "val_batches": 0}
-    path = tmp_path / "settings.json"
-    path.write_text(json.dumps(settings))
-    done = subprocess.run(
-        [find_engine(), path],
-        capture_output=True,
-        text=True,
-        restore_signals=False,  # keeps SIGXFSZ ignored: a write fails without a signal
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16)),
-    )
-    assert done.returncode == 2, done.stderr
-    assert "Cannot save the adapters" in done.stderr and done.stderr.count("\n") == 1
-    assert not list((tmp_path / "run" / "adapters").glob("*.safetensors"))
-    assert records(tmp_path / "run", "end")[0]["reason"] == "failed"
-
-
-def test_ctrl_c_saves_the_adapters(bundle: Path, tmp_path: Path):
-    output = tmp_path / "run"
-    process = subprocess.Popen(
-        command("train", bundle, "--steps", 100000, "--val-batches", 0, "--out", output),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    log = output / "metrics.jsonl"
-    wait_for(lambda: log.exists() and records(output, "step"), process)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=HANG)
-    assert process.returncode == 130, errors
-    assert records(output, "end")[0]["reason"] == "stopped"
-    assert (output / "adapters" / "adapters.safetensors").exists()

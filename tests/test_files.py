@@ -15,9 +15,6 @@ from mesp.files import write_whole
 def test_a_file_is_on_the_disk_before_its_name_and_then_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
 ):
-    """The file is synchronized before it is renamed, and the folder afterwards. On Apple's systems,
-    the disk's cache is flushed too if possible.
-    """
     done: list[tuple[str, object]] = []
     fsync, replace = os.fsync, os.replace
 
@@ -52,9 +49,7 @@ def test_a_file_is_on_the_disk_before_its_name_and_then_its_folder(
 def test_a_folder_that_cannot_be_synchronized_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Some network file systems cannot synchronize a folder, and this is ignored. A write fails if
-    the file itself cannot be synchronized.
-    """
+    """Some network file systems cannot synchronize a folder, and this is ignored."""
     fsync = os.fsync
 
     def no_folders(file: int) -> None:

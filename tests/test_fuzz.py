@@ -1,5 +1,3 @@
-"""Tests that damaged files are read, or refused with an error message."""
-
 from __future__ import annotations
 
 import contextlib
@@ -59,7 +57,6 @@ TYPES = {(code, dtype.size): dtype for code, dtype in enumerate(DTYPES)}
 
 @st.composite
 def overwritten(draw: st.DrawFn, data: bytes) -> bytes:
-    """Draws `data` with up to three overwritten 32-bit words."""
     data = bytearray(data)
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(data) - 8))
@@ -242,7 +239,6 @@ def gguf_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @st.composite
 def damaged_gguf(draw: st.DrawFn, file: bytes) -> bytes:
-    """Draws the file with damage anywhere, or with changed bytes near names in its header."""
     if draw(st.integers(0, 3)) == 0:
         return draw(damaged(file))
     names = re.compile(rb"general|tokenizer|blk|[.](attention|rope|ssm|shortconv|\w+_length)")
@@ -268,7 +264,6 @@ def test_gguf_files(gguf_files: list[Path], tmp_path: Path, data: st.DataObject)
 
 
 def convert(path: Path) -> None:
-    """Reads everything in a GGUF file that an export reads."""
     source = find_source(str(path), random_weights=False)
     arch = Architecture.from_config(source.config)
     quantizations = find_quantizations(source.name, source.config, arch, None, None, None, None)
@@ -290,7 +285,6 @@ METADATA = [
 
 @given(data=st.data())
 def test_metadata_of_gguf_files(gguf_files: list[Path], data: st.DataObject):
-    """Metadata may have other types, or numbers that are impossible for a model."""
     path = data.draw(st.sampled_from(gguf_files))
     file = GGUF.read(path)
     keys = [*file.metadata, "split.count", "general.type", "general.alignment", "general.license"]
@@ -314,8 +308,7 @@ def test_configurations(tmp_path: Path, data: st.DataObject):
 
 @given(data=st.data())
 def test_functions(bundle: Path, tmp_path: Path, data: st.DataObject):
-    """MLX computes with each accepted function. An access outside of an array may crash this
-    process."""
+    """An access outside of an array may crash this process."""
     original = data.draw(st.sampled_from(sorted(bundle.glob("*.mlxfn")))).read_bytes()
     file = data.draw(damaged(original) | overwritten(original))
     path = tmp_path / "function.mlxfn"
@@ -374,7 +367,6 @@ def test_models(tmp_path: Path, data: st.DataObject):
 
 @given(data=st.data())
 def test_tokenizers(bundle: Path, copy: Path, data: st.DataObject):
-    """tokenizer_config.json and config.json, which has the end tokens, are damaged."""
     for name in ("tokenizer_config.json", "config.json"):
         (copy / name).write_bytes(data.draw(texts((bundle / name).read_bytes())))
     with contextlib.suppress(MespError):

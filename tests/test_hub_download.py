@@ -18,15 +18,11 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves `repositories` as the Hugging Face Hub does."""
-
-    repositories: dict[str, dict[str, bytes]]  # files by name, for each repository
+    repositories: dict[str, dict[str, bytes]]
     revision = "0123456789abcdef0123456789abcdef01234567"
 
     def do_GET(self):
         path = self.path.split("?")[0]
-        # For example: /api/models/org/model/revision/main,
-        # /datasets/org/data/resolve/REVISION/train.jsonl
         asked = re.fullmatch(r"(/api)?/(?:(models|datasets)/)?(org/\w+)(/.*)?", path)
         api, kind, name, rest = asked.groups() if asked else (None, None, None, None)
         files = self.repositories.get(f"{kind or 'models'}/{name}")

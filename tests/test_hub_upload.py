@@ -19,9 +19,6 @@ from mesp.hub_upload import card, upload
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """Replaces methods of the Hub's client. Returns the arguments of each method's last call, by
-    the method's name.
-    """
     got = {}
 
     def method(name: str, answer: object = None):
@@ -46,7 +43,7 @@ def test_the_manifest_and_its_files_are_uploaded(hub: dict):
     files = {file.path for file in manifest.files}
     assert set(options["allow_patterns"]) == files | {"manifest.json"}
     assert all((DEMO_BUNDLE / path).is_file() for path in files)
-    deleted = options["delete_patterns"]  # patterns of the files of an earlier bundle
+    deleted = options["delete_patterns"]
     assert "block.128.mlxfn" in files
     assert all(any(fnmatch(path, pattern) for pattern in deleted) for path in files)
 

@@ -24,7 +24,6 @@ CORE = ROOT / "ios" / "MeSPTrainer" / "Core"
 
 
 def imported_by(program: str) -> set[str]:
-    """Returns the packages that are loaded after a program runs."""
     program += "; import sys; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -88,7 +87,6 @@ def test_options_become_arguments(sentence: str, said: str):
 
 
 def texts(node: ast.AST) -> str:
-    """Returns a string literal's text, with {} in place of each expression."""
     if isinstance(node, ast.JoinedStr):
         return "".join(map(texts, node.values))
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "{}"
@@ -99,7 +97,6 @@ def test_every_option_in_an_error_is_an_argument():
     functions = (mesp.export, mesp.rewrite, mesp.train, mesp.generate, mesp.evaluate)
     known = {each.name for kind in classes for each in dataclasses.fields(kind)}
     known |= {name for each in functions for name in inspect.signature(each).parameters}
-    # More names, such as options of commands and fields of `Tasks`.
     known |= {"measure", "source", "gguf", "gguf_base", "ignore", "include_path"}
     for path in PACKAGE.rglob("*.py"):
         if not {"commands", "federate", "sources"} & {*path.parts}:
@@ -145,9 +142,6 @@ def test_settings_are_written_and_read():
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Yields the full name of each object that a file imports from the package's modules, except
-    for imports under TYPE_CHECKING.
-    """
     nodes = [ast.parse(path.read_text(encoding="utf-8"))]
     while nodes:
         node = nodes.pop()
@@ -159,7 +153,6 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_rooms_import_downward():
-    """The package's folders and top-level modules do not import each other in a cycle."""
     rooms: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         if "sources" not in path.parts:
@@ -174,7 +167,6 @@ def test_rooms_import_downward():
 
 
 def code(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yields each line of Swift code below a folder, with the name of its file."""
     for path in sorted(folder.rglob("*.swift")):
         for line in path.read_text(encoding="utf-8").splitlines():
             if not line.strip().startswith("//"):
@@ -189,12 +181,10 @@ def test_formulas_say_nothing_of_evaluation():
 
 
 def test_only_the_machine_knows_where_it_runs():
-    """The code in Core's folders other than Machine does not branch on the device or the system."""
     known = re.compile(
         r"\bbackend\b|Device\.isCPU|Processor\.(cpu|gpu)\b|#if os|hasShortCommandBuffers"
         r"|processor\.(fuses|dequantizesInProduct|attendsByTiles|startsMetal|hasKernels)\b *[?&|]"
     )
-    # These files read the system's memory limit and footprint.
     asked = {"SystemMemoryLimit.swift", "Footprint.swift"}
     rooms = [folder for folder in CORE.iterdir() if folder.is_dir() and folder.name != "Machine"]
     found = [(name, line) for folder in rooms for name, line in code(folder) if known.search(line)]

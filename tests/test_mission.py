@@ -1,9 +1,4 @@
-"""Tests the whole path of a real model (`make test-slow`).
-
-The model is exported, and the bundle is copied to a fake phone. There, the app without its views
-trains the bundle. The run is collected. Its adapters are evaluated and fused with the model, and
-the fused model is loaded in mlx-lm.
-"""
+"""Tests the whole path of a real model (`make test-slow`)."""
 
 from __future__ import annotations
 

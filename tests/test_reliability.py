@@ -1,5 +1,3 @@
-"""Tests of docs/reliability.md's promises, with real processes that are killed or obstructed."""
-
 from __future__ import annotations
 
 import contextlib
@@ -43,7 +41,6 @@ def finish(line: list, **options: object) -> subprocess.CompletedProcess:
 
 
 def refused(done: subprocess.CompletedProcess) -> str:
-    """Checks that a command failed with status 2, and returns its error message."""
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert len(done.stderr.splitlines()) == 1, done.stderr
     return done.stderr.strip()
@@ -66,9 +63,8 @@ def export_command(*arguments: object) -> list[str]:
 
 
 def export_process(*arguments: object) -> BaseProcess:
-    """Starts an export in a process forked from a server that has imported the export's modules.
-
-    Do not preload mlx_lm. Its import starts a thread of MLX, which a forked process would lack.
+    """Do not preload mlx_lm. Its import starts a thread of MLX, which a forked process
+    would lack.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mesp.commands.export", "transformers"])
@@ -87,8 +83,6 @@ def bundle(model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def settings(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Returns the settings that mesp-train writes for a run with AdamW, with `STEPS` and
-    `EVAL_EVERY`."""
     output = tmp_path_factory.mktemp("settings") / "run"
     options = ("--steps", 1, "--optimizer", "adamw", "--learning-rate", 0.01, "--val-batches", 2)
     call("train", bundle, *options, "--out", output)
@@ -97,8 +91,6 @@ def settings(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 class Engine:
-    """A run's folder and settings, with which the engine can be started several times."""
-
     def __init__(self, folder: Path, settings: dict, **changes: object):
         self.output = folder / "run"
         self.file = folder / "settings.json"
@@ -118,14 +110,12 @@ class Engine:
         return finish(self.line(), **options)
 
     def records(self) -> list[dict]:
-        """Returns the records of the log, whose last line may be cut off."""
         if not (self.output / "metrics.jsonl").exists():
             return []
         lines = (self.output / "metrics.jsonl").read_text().split("\n")
         return [json.loads(line) for line in lines[:-1]]
 
     def losses(self) -> list[tuple]:
-        """Returns the type, step and loss of each step and evaluation, in the order of the log."""
         kinds = ("step", "eval")
         return [(r["type"], r["step"], r["loss"]) for r in self.records() if r["type"] in kinds]
 
@@ -133,7 +123,6 @@ class Engine:
         return max([step for kind, step, _ in self.losses() if kind == "step"], default=0)
 
     def saved_step(self) -> int:
-        """Returns the number of steps in the saved state, or 0 without a saved state."""
         path = self.output / "state.safetensors"
         if not path.exists():
             return 0
@@ -154,10 +143,6 @@ def whole(settings: dict, tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def adapters(engine: Engine) -> dict[str, bytes]:
     arrays = load_file(engine.output / "adapters" / "adapters.safetensors")
     return {name: array.tobytes() for name, array in arrays.items()}
-
-
-# Processes are killed at random times: at least 36 times in training, 16 times in an export and 20
-# times in collecting.
 
 
 @pytest.mark.parametrize("save_every", [1, 2, 3])
@@ -197,9 +182,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 def kill_at_random(
     generator: random.Random, process: subprocess.Popen, duration: float, output: Path
 ) -> None:
-    """Kills a process at a random time or, one time in four, as soon as it begins to save. If it
-    does not begin by a random deadline, it is killed then.
-    """
+    """Kills a process at a random time or, one time in four, as soon as it begins to save."""
     if generator.random() < 0.25:
         deadline = time.monotonic() + generator.uniform(0.2, 1) * duration
         while process.poll() is None and time.monotonic() < deadline:
@@ -216,7 +199,7 @@ def test_a_killed_export_leaves_the_old_bundle_or_the_new(model: Path, tmp_path:
     unfinished = tmp_path / ".out.mesp.partial"
     lengths = [8]
     assert finish(export_command(model, out)).returncode == 0
-    kills = -1  # the loop's first export is not killed but timed
+    kills = -1
     took = 0.0
     while kills < 16:
         lengths.append(16 if lengths[-1] == 8 else 8)
@@ -269,9 +252,6 @@ def test_killed_collecting_leaves_whole_runs(whole: Engine, tmp_path: Path):
     assert sorted(path.name for path in out.iterdir()) == ["a", "b", "c"]
 
 
-# Concurrent runs
-
-
 def test_a_second_run_in_the_same_folder_is_refused(settings: dict, whole: Engine, tmp_path: Path):
     engine = Engine(tmp_path, settings, steps=100_000)
     process = engine.start()
@@ -308,9 +288,6 @@ def test_a_second_export_into_the_same_folder_is_refused(model: Path, tmp_path: 
     assert Bundle(out).manifest.seq_lens == (16,)
 
 
-# Signals
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_stops(settings: dict, whole: Engine, tmp_path: Path, number: int):
     engine = Engine(tmp_path, settings, save_every=0)
@@ -336,7 +313,6 @@ def test_a_run_whose_reader_is_gone_is_saved(settings: dict, whole: Engine, tmp_
     assert engine.losses() == whole.losses()
 
 
-# Commands that write into a folder
 def export_to(model: Path, bundle: Path, folder: Path) -> list[str]:
     return export_command(model, folder / "out.mesp")
 
@@ -360,8 +336,6 @@ def evaluate_to(model: Path, bundle: Path, folder: Path) -> list[str]:
 def test_a_command_that_is_ended_leaves_nothing(
     model: Path, bundle: Path, tmp_path: Path, number: int, line: Callable
 ):
-    """A command that gets a signal leaves no files, whether it is writing or waiting for the
-    engine."""
     out, temporary = tmp_path / "out", tmp_path / "temporary"
     for folder in (out, temporary):
         folder.mkdir()
@@ -388,7 +362,7 @@ def test_a_command_that_is_ended_leaves_nothing(
 
 
 def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_path: Path):
-    """A signal may arrive while MLX's threads compute. Generation then ends between two blocks."""
+    """A signal may arrive while MLX's threads compute."""
     prompt = {
         "adapters": [],
         "prompt": [5] * 40,
@@ -408,9 +382,6 @@ def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_pa
         process.terminate()
         _, errors = process.communicate(timeout=HANG)
         assert (process.returncode, errors) == (0, b"")
-
-
-# The clock
 
 
 def test_a_clock_that_is_set_back_changes_no_run(
@@ -458,12 +429,8 @@ def test_a_clock_that_is_set_back_changes_no_measured_time(
     assert 0 < end["seconds"] <= time.monotonic() - begun
 
 
-# Files that cannot be written, or change
-
-
 @pytest.mark.parametrize("limit", [100, 4_000, 40_000])
 def test_a_full_disk_is_one_sentence(settings: dict, whole: Engine, tmp_path: Path, limit: int):
-    """A limit on the size of files simulates a full disk."""
     engine = Engine(tmp_path, settings, save_every=1)
     done = engine.finish(
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -494,9 +461,7 @@ def test_a_disk_that_becomes_full_leaves_the_last_state(
 def test_a_run_goes_on_from_whichever_call_failed(
     settings: dict, faults: Path, tmp_path: Path, kind: str
 ):
-    """A run can be continued after a failure at a system call that writes to its folder. For each
-    kind of failure, 20 calls spread over the run are tested.
-    """
+    """A run can be continued after a failure at a system call that writes to its folder."""
     steps = settings | {"steps": 3, "eval_every": 0, "save_every": 1}
 
     def environment(engine: Engine, **more: object) -> dict[str, str]:
@@ -638,7 +603,7 @@ def test_a_file_that_changes_in_use_is_one_sentence(
 
 
 def test_a_lost_page_is_one_sentence(settings: dict, tmp_path: Path):
-    """SIGBUS reports an unreadable page of a mapped file. It ends a run with an error."""
+    """SIGBUS reports an unreadable page of a mapped file."""
     engine = Engine(tmp_path, settings, save_every=1, steps=100_000)
     process = engine.start()
     engine.wait_for_step(process, 2)
@@ -650,12 +615,8 @@ def test_a_lost_page_is_one_sentence(settings: dict, tmp_path: Path):
     assert engine.finish().returncode == 0
 
 
-# Memory
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle with two blocks of Qwen2.5-0.5B's sizes and random weights."""
     out = tmp_path_factory.mktemp("large") / "large.mesp"
     options = ("--random-weights", "--layers", 2, "--seq-len", 64, "--quantize", "nearest")
     call("export", "--model", "Qwen2.5-0.5B", *options, "--out", out)
@@ -664,7 +625,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a limit that can be set")
 def test_a_hard_limit_is_kept_or_refused(settings: dict, large: Path, tmp_path: Path):
-    """RLIMIT_DATA also counts reserved memory such as stacks, which the test measures first."""
     changes = {"bundle": str(large), "seq_len": 64, "steps": 2, "val_batches": 0, "eval_every": 0}
 
     def limited(name: str, limit: int, **more: object) -> subprocess.CompletedProcess:

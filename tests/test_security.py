@@ -39,7 +39,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bundle(exported: Path, tmp_path: Path) -> Path:
-    """Returns a copy of the bundle that a test may change."""
     return Path(shutil.copytree(exported, tmp_path / "bundle.mesp"))
 
 
@@ -49,7 +48,6 @@ def change(file: Path, **entries: object) -> None:
 
 
 def list_again(bundle: Path) -> None:
-    """Updates the manifest's list of files."""
     from mesp.bundle.manifest import describe_files
 
     listed = [asdict(each) for each in describe_files(bundle) if each.path != "manifest.json"]
@@ -57,7 +55,6 @@ def list_again(bundle: Path) -> None:
 
 
 def name_code(folder: Path, harm: Path) -> None:
-    """Makes the folder's tokenizer and model refer to Python code that writes the file `harm`."""
     (folder / "code.py").write_text(
         HARM.format(str(harm), "PreTrainedTokenizerFast") + "class Tokenizer(Base): pass\n"
     )
@@ -72,9 +69,7 @@ def name_code(folder: Path, harm: Path) -> None:
 
 @pytest.mark.parametrize("module", ["generate", "data", "evaluate"])
 def test_a_bundle_runs_no_python(bundle: Path, tmp_path: Path, module: str):
-    """transformers would ask on standard input whether to run the code. An answer of yes does not
-    allow it.
-    """
+    """transformers would ask on standard input whether to run the code."""
     harm = tmp_path / "harm"
     name_code(bundle, harm)
     # For known model types, transformers uses its own tokenizer class.
@@ -127,9 +122,7 @@ def test_a_tokenizer_that_is_not_in_order_is_a_sentence(
 
 @pytest.mark.parametrize("entries", [{"num_hidden_layers": 1 << 65}, {"num_labels": 1 << 40}])
 def test_a_tokenizer_takes_no_memory_by_the_sizes_of_its_model(bundle: Path, entries: dict):
-    """transformers reads config.json to choose a tokenizer class. The sizes in this file cost no
-    memory.
-    """
+    """The sizes in this file cost no memory."""
     change(bundle / "config.json", **entries)
     list_again(bundle)
     arguments = command("generate", bundle, "--prompt", "a", "--max-tokens", 1)
@@ -177,7 +170,6 @@ def test_what_a_tokenizer_reads_lies_in_the_bundle(
 
 
 def test_what_a_model_writes_does_not_control_a_terminal(bundle: Path):
-    """All entries of the vocabulary but `a` contain an escape character."""
     file = bundle / "tokenizer.json"
     value = json.loads(file.read_text())
     escape = chr(256 + 27)  # the escape character in byte-level BPE's alphabet
@@ -187,7 +179,7 @@ def test_what_a_model_writes_does_not_control_a_terminal(bundle: Path):
     list_again(bundle)
     arguments = command("generate", bundle, "--prompt", "a", "--max-tokens", 4, "--no-chat")
     done = subprocess.run(arguments, capture_output=True, check=True)
-    assert b"\x1b" in done.stdout  # A pipe gets the text unchanged.
+    assert b"\x1b" in done.stdout
     ours, theirs = os.openpty()
     subprocess.run(arguments, stdout=theirs, stdin=theirs, stderr=subprocess.DEVNULL, check=True)
     assert b"\x1b" not in os.read(ours, 1 << 16)
@@ -205,7 +197,6 @@ def adapters(trained: Path, tmp_path: Path) -> Path:
 
 
 def refused(*arguments: object) -> str:
-    """Checks that a command fails with status 2, and returns its error message."""
     done = run(*arguments)
     assert done.returncode == 2, done.stdout
     assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1, done.stderr
@@ -213,12 +204,10 @@ def refused(*arguments: object) -> str:
 
 
 def fuse(bundle: Path, adapters: Path) -> tuple[object, ...]:
-    """Returns a command line that fuses the adapters into the folder `fused` beside the bundle."""
     return "fuse", bundle, "--adapters", adapters, "--out", bundle.with_name("fused")
 
 
 def rewritten(header: dict, **fields: object) -> bytes:
-    """Returns a safetensors file of zeros whose first header entry has changed fields."""
     first = next(iter(header))
     text = json.dumps(header | {first: header[first] | fields}).encode()
     ends = [entry["data_offsets"][1] for entry in header.values()]
@@ -279,8 +268,6 @@ def test_a_scale_that_is_none_is_refused(bundle: Path, adapters: Path, scale: ob
 
 
 def test_a_low_limit_of_open_files_is_no_error(bundle: Path, adapters: Path, tmp_path: Path):
-    """mlx-lm's import raises the limit, which the system refuses."""
-
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))
         without_privileges()
@@ -305,7 +292,6 @@ def test_an_import_that_fails_is_a_sentence(bundle: Path, adapters: Path, tmp_pa
 
 
 def test_only_json_is_written(exported: Path, tmp_path: Path):
-    """Python's reader of JSON takes Infinity, which config.jsons of Mamba 2 have."""
     model = write_model(tmp_path / "model", TINY)
     text = json.dumps(json.loads((model / "config.json").read_text()) | {"unread": [0, 5e5, "W"]})
     (model / "config.json").write_text(text.replace("500000.0", "-Infinity").replace('"W"', "NaN"))
@@ -413,7 +399,6 @@ def test_a_configuration_of_another_model_is_refused(
 
 @pytest.mark.parametrize("what", ["token", "example", "no target"])
 def test_held_out_data_that_lies_is_refused(bundle: Path, adapters: Path, what: str):
-    """An id beyond the vocabulary would read memory after the embedding."""
     tokens = np.fromfile(bundle / "data" / "valid.bin", "<u4")
     manifest = json.loads((bundle / "manifest.json").read_text())
     if what == "token":
@@ -436,7 +421,6 @@ def test_held_out_data_that_lies_is_refused(bundle: Path, adapters: Path, what: 
 
 
 def loop(path: Path) -> Path:
-    """Makes a symbolic link that points to itself, and returns its path."""
     path.symlink_to(path.name)
     return path
 
@@ -485,7 +469,6 @@ def test_paths_that_lead_nowhere_are_refused(
 
 
 def with_an_index(model: Path) -> None:
-    """Renames the weights, so that a reader needs an index."""
     (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
 
 
@@ -600,9 +583,7 @@ def test_a_file_names_no_code_to_run(bundle: Path, tmp_path: Path, file: str, op
 
 
 def test_a_resumed_run_reads_no_text_that_its_settings_name(bundle: Path, tmp_path: Path):
-    """A resumed run uses the general text's tokens from its folder. If they are missing, it does
-    not read the text that its settings name.
-    """
+    """A resumed run uses the general text's tokens from its folder."""
     output, secret = tmp_path / "run", tmp_path / "secret"
     secret.write_text(TEXT)
     options = ("--steps", 1, "--seq-len", 8, "--max-forgetting", 3, "--out", output)
@@ -690,9 +671,7 @@ def test_sentences_do_not_control_a_terminal(bundle: Path):
 def test_a_manifest_says_of_its_model_what_can_be_shown(
     bundle: Path, tmp_path: Path, entries: dict
 ):
-    """Texts that may be shown must be printable. For example, `--upload` writes the model's name
-    into a repository's card.
-    """
+    """Texts that may be shown must be printable."""
     change(bundle / "manifest.json", **entries)
     said = refused("export", "--from", bundle, "--out", tmp_path / "out.mesp")
     assert "manifest.json is damaged" in said
@@ -794,7 +773,6 @@ def test_the_engine_saves_no_adapters_through_a_link(bundle: Path, tmp_path: Pat
 
 
 def test_a_pipe_in_place_of_a_manifest_is_refused(bundle: Path):
-    """Reading a pipe that nothing writes to would never end."""
     (bundle / "manifest.json").unlink()
     os.mkfifo(bundle / "manifest.json")
     assert "cannot be read" in refused("generate", bundle, "--prompt", "a")
@@ -819,7 +797,6 @@ def test_a_large_manifest_takes_little_memory(bundle: Path):
         {"head_dim": 10**10},
         {"num_attention_heads": 1, "hidden_size": 2**31 - 1},
         {"partial_rotary_factor": 1e10},
-        # Llama's class reads no share of a default RoPE.
         {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 1e10}},
         {
             "model_type": "phi3",

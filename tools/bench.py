@@ -164,10 +164,6 @@ def main(table: str, json_file: Path | None, plot: Path | None, work: Path, **gi
 
 
 def find_options(table: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the table's defaults, replaced by the given options.
-
-    Raises MespError for an option that the table does not use.
-    """
     options = dict(TABLES[table])
     spelled = {param.name: param.opts[0] for param in main.params}
     for name, value in given.items():

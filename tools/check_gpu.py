@@ -6,8 +6,7 @@
 
 The first command checks this machine. The second checks a phone, which must be unlocked and
 connected by a cable. The third makes an HTML page from a report. `--out` gets self-check.json and
-self-check.html. With --neural-accelerator, some checks run again with TF32. The exit status is 0 if
-no check failed, 1 if a check failed, and 2 if no report was written.
+self-check.html. With --neural-accelerator, some checks run again with TF32.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from mesp.runs.report import render_document
 from phone import APP, Phone, connect
 
 COLORS = {"pass": "green", "fail": "red", "note": "cyan", "skipped": "dim"}
-POLL = 5  # seconds between two reads of a phone's report
+POLL = 5
 SILENCE = 900  # seconds without a new check after which `check_phone` stops waiting
 # MLX reads this variable once in a process. 0 turns off TF32 on the neural accelerators of A19 and
 # M5.
@@ -107,11 +106,7 @@ def main(
     sys.exit(1 if report["end"]["verdict"] == "fail" else 0)
 
 
-# The sources of a report
-
-
 def check_here(settings: dict[str, Any], console: Console, environment: dict[str, str]) -> Report:
-    """Returns this machine's report, which is incomplete if the engine ended early."""
     report: Report = {}
     try:
         with console.status("Checking the bundle") as status:
@@ -132,9 +127,6 @@ def check_here(settings: dict[str, Any], console: Console, environment: dict[str
 
 
 def tf32_line(report: Report, settings: dict[str, Any], console: Console) -> Check:
-    """Measures training with TF32 in a separate process, and returns a line that compares it with
-    `report`.
-    """
     without = {check["name"]: check for check in report["checks"]}
     times = [name for name in without if name.startswith("time.")]
     settings = {**settings, "checks": ["tf32", "gradients.cpu", *times]}
@@ -181,13 +173,10 @@ def numbers(check: Check) -> dict[str, float | None]:
 
 
 def step_seconds(check: Check) -> float:
-    """Returns a step's time with the default plan, in seconds."""
     return sum(numbers(check)[f"default: {phase}"] for phase in ("forward", "head", "backward"))
 
 
 def check_phone(phone: Phone, bundle: str | None, console: Console) -> Report:
-    """Starts the self-check in the app, shows its checks as they arrive, and returns the whole
-    report."""
     known = reports(phone).keys()
     phone.launch("--self-check", *([bundle] if bundle else []))
     seen, heard = 0, time.monotonic()
@@ -250,9 +239,6 @@ def ended(report: Report) -> Report:
     return {"start": report["start"], "checks": [*report["checks"], *missing], "end": end}
 
 
-# The output
-
-
 def show(check: dict[str, Any], console: Console) -> None:
     verdict = check["verdict"]
     console.print(
@@ -263,7 +249,6 @@ def show(check: dict[str, Any], console: Console) -> None:
 
 
 def amount(value: float | None, unit: str) -> str:
-    """Formats a number with its unit."""
     if value is None:
         return "not finite"
     if unit == "s":
@@ -280,7 +265,6 @@ UNITS = {"metal_bytes": "bytes", "bytes_per_second": "bytes/s", "flops_per_secon
 
 
 def constants(report: Report) -> list[tuple[str, str]]:
-    """Returns the names and formatted values of the planner's measured constants."""
     return [
         (name.replace("_", " "), amount(value, UNITS.get(name, "s")))
         for name, value in sorted(report["end"]["constants"].items())
@@ -288,7 +272,6 @@ def constants(report: Report) -> list[tuple[str, str]]:
 
 
 def page(report: Report) -> str:
-    """Returns the report as an HTML page without external resources."""
     start, verdict = report["start"], report["end"]["verdict"]
     counts = [
         f"{sum(check['verdict'] == each for check in report['checks'])} {name}"

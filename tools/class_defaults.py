@@ -2,7 +2,6 @@
 
 `exporter/mesp/models/classes.json` has an entry for each class of a supported model. A key without
 a default has null. "=KEY" marks another name of KEY, which comes first if both are given.
-`tests/models/test_transformers.py` compares the file with the installed transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from mesp.models.families import FAMILIES
 
 FILE = Path(__file__).resolve().parents[1] / "exporter" / "mesp" / "models" / "classes.json"
-# Keys that concern training, generation, other modalities or metadata.
 NO_ARCHITECTURE = re.compile(
     r".*(_token_id|_token_index|dropout|pdrop|_coef|logits)|initializer_range|use_cache|vision_.*|"
     r"pretraining_tp|audio_config|mm_tokens.*|multimodal_.*|projector.*|spatial_.*|text_config"
@@ -32,7 +30,6 @@ OF_ALL = ("original_max_position_embeddings", "per_layer_config", "rope_paramete
 
 
 def defaults_of(name: str) -> dict[str, Any]:
-    """Returns the keys that a class reads, with their defaults."""
     its: Any = CONFIG_MAPPING[name]
     base = {each.name for each in fields(PreTrainedConfig)}
     found = {
@@ -65,7 +62,6 @@ def defaults_of(name: str) -> dict[str, Any]:
 
 
 def _popped(its: Any) -> dict[str, Any]:
-    """Returns the keys that the class reads besides its fields, with their defaults."""
     found, names = {}, {each.name for each in fields(its)}
     for method in (its.__post_init__, its.convert_rope_params_to_dict):
         if method is PreTrainedConfig.__post_init__:
@@ -92,13 +88,11 @@ def _popped(its: Any) -> dict[str, Any]:
 
 
 def make_table() -> dict[str, dict[str, Any]]:
-    """Returns the table for all classes of transformers that FAMILIES names."""
     names = [name for family, its in FAMILIES.items() for name in (family, *its.texts)]
     return {name: defaults_of(name) for name in sorted({*names}) if name in CONFIG_MAPPING}
 
 
 def write_table(table: dict[str, dict[str, Any]]) -> str:
-    """Returns the file's text, with a line for each class."""
     lines = [f'  "{name}": {json.dumps(keys, sort_keys=True)}' for name, keys in table.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

@@ -34,7 +34,6 @@ from phone import APP, Phone, connect, copying
 
 RUNS_ON_PHONE = "Documents/runs"
 SELF_CHECKS_ON_PHONE = "Documents/self-check"
-# The files and folders of a run that are copied.
 KEPT = (LOG_NAME, "settings.json", "samples.json", "adapters", "best")
 
 
@@ -92,11 +91,7 @@ def note(text: str) -> None:
     click.echo(printable(text), err=True)
 
 
-# Copying
-
-
 def pull_self_checks(phone: Phone, out: Path) -> list[Path]:
-    """Copies the phone's self-check reports into `out`, and returns the copies' paths."""
     with tempfile.TemporaryDirectory(prefix="mesp-self-checks-") as folder:
         phone.pull(SELF_CHECKS_ON_PHONE, Path(folder))
         reports = []
@@ -157,9 +152,6 @@ def places(out: Path, name: str) -> Iterator[Path]:
 
 
 def may_hold(place: Path, run: Path) -> bool:
-    """Returns whether `place` is free, or holds a run whose log begins with the same record as the
-    log of `run`.
-    """
     if not place.exists():
         return True
     return (place / LOG_NAME).is_file() and first_line(place) == first_line(run)
@@ -176,17 +168,13 @@ def is_newer(collected: Path, run: Path) -> bool:
 
 
 def replace(run: Path, target: Path) -> None:
-    """Replaces the target atomically by a copy of the run."""
     with replacing(target, f"collect.py is writing {target}") as fresh:
         for name in KEPT:
             copy(run / name, fresh / name)
 
 
 def copy(source: Path, target: Path, levels: int = 8) -> bool:
-    """Copies a file or a folder without its mode, and returns whether it did.
-
-    Leaves out everything else with a note, because a link may lead to private files.
-    """
+    """Leaves out everything else with a note, because a link may lead to private files."""
     if is_regular(source):
         with open_regular(source) as old, create(target) as new:
             check_disk(target.parent, source.stat().st_size)

@@ -1,8 +1,4 @@
-"""The program of `make demo`: teaches the demo model to turn requests into JSON.
-
-Writes the data, exports the model, trains it with MeSP and draws the run's log. Shows the model's
-answers to held-out requests before and after training.
-"""
+"""The program of `make demo`: teaches the demo model to turn requests into JSON."""
 
 from __future__ import annotations
 
@@ -96,7 +92,6 @@ def main(seed: int) -> None:
 
 
 def write_data(folder: Path) -> list[Case]:
-    """Writes the training and held-out cases as JSONL, and returns the held-out cases."""
     held_out = cases(HELD_OUT_CASES, seed=1, held_out=True, whens=SOON)
     train = cases(TRAINING_CASES, seed=0, held_out=False, whens=SOON)
     splits = {"train": train, "valid": held_out}
@@ -112,7 +107,6 @@ def program(name: str) -> Path:
 
 
 def call(*command: object) -> None:
-    """Prints a command of the project and runs it. Exits if the command fails."""
     arguments = [str(argument) for argument in command]
     shown = [Path(part).name if Path(part).is_absolute() else part for part in arguments]
     click.echo(f"\n$ {shlex.join(shown)}")
@@ -126,9 +120,6 @@ def right(found: list[Answer]) -> int:
 
 
 def shown(case: Case, before: Answer, after: Answer) -> Text:
-    """Returns three lines: a request, and the answers before and after training, each marked right
-    or wrong.
-    """
     text = Text(f"{case.prompt}\n", style="bold", no_wrap=True, overflow="ellipsis")
     for when, answer in (("before", before), ("after", after)):
         mark = Text("✓", "green") if answer.is_right else Text("✗", "red")

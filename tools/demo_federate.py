@@ -1,8 +1,7 @@
 """The program of `make demo-federate`: six clients teach one model to turn requests into JSON.
 
 By default, each client has requests about one thing in a house, such as lights or doors. The
-held-out requests are about all six things. Draws the held-out loss, the clients' drift and the
-averaging error by round.
+held-out requests are about all six things.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ def main(both: bool, rounds: int, split: str, seed: int, learning_rate: float, o
 
 
 def write_data(folder: Path, held_out: int) -> None:
-    """Writes a file of training cases for each thing in the house, and a file of held-out cases."""
     files = {f"{what}.jsonl": [] for what in DO}
     for case in cases(CASES, seed=0, held_out=False):
         files[json.loads(case.completion)["what"] + ".jsonl"].append(case)
@@ -81,7 +79,6 @@ def export(bundle: Path, *options: object) -> None:
 
 
 def federated(bundle: Path, data: Path, output: Path, *options: object) -> Federation:
-    """Runs `mesp federate` with six clients and these options, and returns the federation."""
     call(
         *(program("mesp"), "federate", bundle, "--data", data, "--clients", len(DO)),
         *("--batch-size", BATCH_SIZE, "--alpha", 2 * RANK, "--out", output, *options),
@@ -90,8 +87,6 @@ def federated(bundle: Path, data: Path, output: Path, *options: object) -> Feder
 
 
 def described(records: list[dict[str, Any]]) -> str:
-    """Returns a sentence with the losses, traffic, mean drift and mean averaging error of the
-    rounds."""
     clients = sum(len(record["clients"]) for record in records[1:])
     down, up = (sum(r[f"bytes_{way}"] for r in records[1:]) / clients for way in ("down", "up"))
     drifts = [record["drift"] for record in records[1:]]

@@ -1,8 +1,5 @@
 """The program of `make demo-real`: teaches SmolLM2-135M-Instruct to turn spoken notes into calendar
 entries.
-
-Writes the data, exports the model and trains it with MeSP. Shows the model's entries for held-out
-notes, with and without the adapters.
 """
 
 from __future__ import annotations
@@ -130,7 +127,6 @@ def find_model() -> str:
 
 
 def write_data(folder: Path) -> list[spoken_notes.Case]:
-    """Writes the training and held-out cases as JSONL, and returns the held-out cases."""
     held_out = spoken_notes.cases(HELD_OUT_CASES, seed=1, held_out=True)
     splits = {
         "train": spoken_notes.cases(TRAINING_CASES, seed=0, held_out=False),

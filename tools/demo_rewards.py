@@ -1,7 +1,7 @@
 """The program of `make demo-rewards`: teaches SmolLM2-135M-Instruct to answer in JSON by rewards
 (GRPO).
 
-The model sees no right answers. It samples answers, and `--reward json-equal` scores each of them.
+The model sees no right answers.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ CITIES = (
 
 
 def cases(held_out: bool) -> list[dict[str, str]]:
-    """Returns all training requests or all held-out requests, in a fixed random order. Held-out
-    requests have their own names and cities."""
     names, cities = (
         [word for i, word in enumerate(words) if (i % 3 == 0) == held_out]
         for words in (spoken_notes.PEOPLE.title().split(), CITIES.split())
@@ -69,7 +67,6 @@ def cases(held_out: bool) -> list[dict[str, str]]:
 
 
 def write_data(folder: Path, steps: int) -> None:
-    """Writes training and held-out requests with their right answers as JSONL."""
     splits = {"train": cases(False)[: PROMPTS * steps], "valid": cases(True)[:HELD_OUT_CASES]}
     folder.mkdir(parents=True, exist_ok=True)
     for split, each in splits.items():

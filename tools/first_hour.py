@@ -5,8 +5,7 @@
 
 On this machine, exports the demo model for the CPU and, if there is one, the GPU. Checks the
 machine, trains the bundles and compares their losses. On a phone, runs the app's self-check and
-fetches the logs of its runs. The file contains reports, logs and the commands' output, but no
-adapters and no training text. If a step fails, the file is still written, and the exit status is 1.
+fetches the logs of its runs. If a step fails, the file is still written, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ def main(on_phone: bool, device: str | None, app: str, seconds: float, out: Path
 
 
 def measure_here(steps: Steps, out: Path, seconds: float) -> None:
-    """Checks this machine, and trains on its CPU and, if there is one, its GPU."""
     bundle = out / "demo.mesp"
     lengths = ("--seq-len", 128, "--seq-len", 256, "--rank", 8)
     if not steps.program("mesp-export", "--model", "demo", *lengths, "--out", bundle):
@@ -91,8 +89,6 @@ def measure_here(steps: Steps, out: Path, seconds: float) -> None:
 
 
 class Steps:
-    """Runs commands, and writes their output to the terminal and to a file."""
-
     def __init__(self, log: Path) -> None:
         self.log = log
         self.failed: list[str] = []
@@ -123,8 +119,6 @@ class Steps:
 
 
 def pack(out: Path, failed: list[str]) -> Path:
-    """Writes the zip file to send: reports, logs, the commands' output and the machine's
-    description."""
     machine = {
         "system": platform.platform(),
         "processor": platform.machine(),

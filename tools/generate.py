@@ -1,5 +1,3 @@
-"""Writes the app's files that are generated from the Python package (`make generated`)."""
-
 from __future__ import annotations
 
 import json
@@ -79,7 +77,6 @@ CHANGES = (
 
 
 def write_name(key: str) -> str:
-    """Converts a key to Swift's style, for example `seq_len` to `seqLen`."""
     first, *others = key.split("_")
     return first + "".join(word.capitalize() for word in others)
 
@@ -97,8 +94,6 @@ def write_header(source: str) -> list[str]:
 
 
 class Property:
-    """A setting as a property of `RunSettings`."""
-
     def __init__(self, declared: Field[Any]) -> None:
         self.setting: Setting = declared.metadata["setting"]
         self.key = self.setting.key or declared.name
@@ -173,14 +168,12 @@ def write_whole(number: float) -> str:
 
 
 def list_properties() -> list[Property]:
-    """Returns the properties of `RunSettings` in their order in the struct."""
     folders, others = fields(EngineSettings)[:3], fields(EngineSettings)[3:]
     declared = map(Property, (*folders, *fields(TrainSettings), *others))
     return [each for each in declared if each.key not in NOT_READ]
 
 
 def write_settings() -> str:
-    """Returns the text of RunSettings.swift."""
     properties = list_properties()
     choices = [each for each in properties if isinstance(each.setting.choices, Mapping)]
     lines = [*write_header("exporter/mesp/settings"), "import MeSPBundle", ""]
@@ -209,9 +202,6 @@ def write_struct(properties: list[Property]) -> list[str]:
 
 
 def write_use(properties: list[Property]) -> list[str]:
-    """Returns the lines for limits, range checks, the settings that a federation may set, and those
-    that may change when a run is resumed.
-    """
     federated = ", ".join(f'"{each.key}"' for each in properties if each.setting.federated)
     return [
         "    /// The most steps.",
@@ -261,7 +251,6 @@ def write_json(source: str, extended: str, table: Mapping[str, Any]) -> str:
 
 
 def write_allowed_primitives() -> str:
-    """Returns the Swift table of allowed primitives, without their descriptions."""
     listed = json.loads((PYTHON / "block_function" / "allowed_primitives.json").read_text("utf-8"))
     names = ("types", "limits", "signature", "quantizations", "attention", "primitives")
     table = {name: {k: v for k, v in listed[name].items() if k != "about"} for name in names}
@@ -270,7 +259,6 @@ def write_allowed_primitives() -> str:
 
 
 def write_adapter_fields() -> str:
-    """Returns the Swift table of an adapter_config.json's keys, without their explanations."""
     listed = json.loads((PYTHON / "adapters" / "fields.json").read_text("utf-8"))
     table = {
         name: {**part, "ignored": [*part["ignored"]]}
@@ -281,7 +269,6 @@ def write_adapter_fields() -> str:
 
 
 def write_bundle_constants() -> str:
-    """Returns the Swift constants that the exporter and the app share."""
     lines = [*write_header("exporter/mesp"), "import MeSPFiles", ""]
     lines += ["extension Manifest {", "    /// The bundle format this build reads."]
     lines += [f"    package static let format = {manifest.FORMAT}", ""]
@@ -303,7 +290,6 @@ def write_bundle_constants() -> str:
 
 
 def write_bounds() -> str:
-    """Returns the Swift bounds of files and numbers from others, which are the exporter's."""
     least, most = mixers.NUMBERS
     bounds = {
         "The maximum size of a JSON file in bytes.": f"jsonBytes = {write_whole(files.SIZE)}",
@@ -339,10 +325,6 @@ NOT_PLAIN = (
 
 
 def write_plain_families() -> str:
-    """Returns the Swift table for the app's importer. It includes the plain families and the
-    defaults of a config.json.
-    """
-
     def write_family(family: families.Family) -> dict[str, Any]:
         found = {each.name: getattr(family, each.name) for each in fields(family)}
         return {

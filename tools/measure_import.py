@@ -91,7 +91,6 @@ def main(models: tuple[str, ...], scales: str, json_file: Path | None, work: Pat
 
 
 def measure(engine: Path, config: dict[str, Any], scales: str, work: Path) -> dict[str, Any]:
-    """Imports a random model with the sizes in `config`, and returns the measurements."""
     model, bundle, file = work / "model", work / "model.mesp", work / "settings.json"
     for folder in (model, bundle):
         shutil.rmtree(folder, ignore_errors=True)
@@ -121,7 +120,7 @@ def measure(engine: Path, config: dict[str, Any], scales: str, work: Path) -> di
 
 
 def account(process: subprocess.Popen[bytes]) -> tuple[dict[str, int], int]:
-    """Waits for a process. Returns its I/O counters (Linux) and peak resident memory in bytes."""
+    """Returns its I/O counters (Linux) and peak resident memory in bytes."""
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     moved = {}
     if sys.platform == "linux":
@@ -133,10 +132,7 @@ def account(process: subprocess.Popen[bytes]) -> tuple[dict[str, int], int]:
 
 
 def write_model(folder: Path, config: dict[str, Any], scales: str) -> None:
-    """Writes a model with random bytes as its weights.
-
-    Raises MespError if the disk has too little space for the model and its bundle.
-    """
+    """Raises MespError if the disk has too little space for the model and its bundle."""
     arch = Architecture.from_config(config)
     tensors = list(quantized_tensors(arch, scales))
     size = sum(map(bytes_of, tensors))
@@ -165,7 +161,6 @@ def write_model(folder: Path, config: dict[str, Any], scales: str) -> None:
 
 
 def quantized_tensors(arch: Architecture, scales: str) -> Iterator[Tensor]:
-    """Yields the tensors of a model with quantized matrices, as mlx-lm saves them."""
     for ours, shape in arch.tensors().items():
         name = name_there(ours, arch.model_type)
         if len(shape) < 2:
@@ -186,9 +181,6 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def write_shard(file: Path, tensors: list[Tensor]) -> None:
-    """Writes a safetensors file with random bytes, and removes it from the system's cache if the
-    system allows this.
-    """
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     end = 0
     for tensor in tensors:

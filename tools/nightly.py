@@ -1,9 +1,7 @@
 """Checks that a real checkpoint trains as in mlx-lm.
 
-Exports the model and trains it for some steps. Then computes the held-out loss in mlx-lm of three
-models: the base model, the model with its adapters, and the fused model. Exits with an error if
-training does not lower the loss, or if one of mlx-lm's losses differs from the trainer's by more
-than TOLERANCE.
+Exits with an error if training does not lower the loss, or if one of mlx-lm's losses differs from
+the trainer's by more than TOLERANCE.
 """
 
 from __future__ import annotations
@@ -44,14 +42,12 @@ def main(model: str, learning_rate: float, out: Path) -> None:
     out.mkdir(parents=True)
     bundle, run = out / "model.mesp", out / "run"
     export = ["--model", model, "--out", bundle, "--seq-len", SEQ_LEN]
-    # The same quantization as mlx-lm's.
     export += ["--bits", BITS, "--group-size", GROUP_SIZE]
     export += ["--quantize", "nearest", "--head-bits", BITS]
     source = find_source(model, random_weights=False)
     if "model_file" in source.config:
         raise click.ClickException(f"{model} is Python code, which mlx-lm would run; name another.")
     if model != "demo":
-        # The text is this repository's documentation.
         text = out / "text.txt"
         pages = sorted((ROOT / "docs").glob("*.md"))
         text.write_text("\n".join(page.read_text("utf-8") for page in pages), "utf-8")
@@ -81,9 +77,6 @@ def main(model: str, learning_rate: float, out: Path) -> None:
 
 
 def loss(model: Path, bundle: Path, adapters: Path | None = None) -> float:
-    """Returns mlx-lm's held-out loss in nats per token, over the same windows as the trainer's
-    evaluation.
-    """
     network, _ = mlx_lm.load(
         str(model), {"trust_remote_code": False}, model_config={"model_file": None}
     )

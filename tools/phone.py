@@ -1,5 +1,4 @@
-"""Reads and writes the app's files on a phone, with `xcrun devicectl` or `pymobiledevice3`. Starts
-the app, only with devicectl.
+"""Reads and writes the app's files on a phone, with `xcrun devicectl` or `pymobiledevice3`.
 
 devicectl needs Xcode 15 or later and iOS 17 or later. pymobiledevice3 is licensed under the GPL, so
 it is only run as a program.
@@ -31,8 +30,6 @@ NO_PHONE = (
 
 
 class Phone(Protocol):
-    """A phone and one app on it. Its methods raise MespError on failure."""
-
     name: str
 
     def pull(self, source: str, destination: Path) -> None:
@@ -46,10 +43,7 @@ class Phone(Protocol):
 
 
 def connect(device: str | None, app: str, otherwise: str) -> Phone:
-    """Returns the phone `device`, or the only phone if `device` is None.
-
-    Some error messages end with `otherwise`, a hint for users without a phone.
-    """
+    """Returns the phone `device`, or the only phone if `device` is None."""
     if shutil.which("xcrun") is not None and (has_devicectl() or not pymobiledevice3()):
         return Devicectl(device, app, otherwise)
     if pymobiledevice3():
@@ -61,17 +55,12 @@ def connect(device: str | None, app: str, otherwise: str) -> Phone:
 
 
 def copying(what: str):
-    """Returns a context manager that shows on a terminal what is being copied."""
     # A phone's name may contain rich's markup or control characters. Text and printable make them
     # harmless.
     return Console(stderr=True).status(Text(printable(f"Copying {what}")))
 
 
 def choose(reachable: list[tuple[str, str]], otherwise: str) -> tuple[str, str]:
-    """Returns the name and identifier of the only reachable phone.
-
-    Raises MespError if there is none, or more than one.
-    """
     if not reachable:
         raise MespError(NO_PHONE.format(otherwise=otherwise))
     if len(reachable) > 1:
@@ -91,11 +80,7 @@ def not_installed(device: str, app: str) -> MespError:
     )
 
 
-# devicectl
-
-
 def has_devicectl() -> bool:
-    """Returns whether xcrun finds devicectl, which is a part of Xcode."""
     return run(["xcrun", "--find", "devicectl"]).returncode == 0
 
 
@@ -165,8 +150,6 @@ class Devicectl:
 
 
 class DevicectlError(MespError):
-    """An error of devicectl, which may contain nested errors."""
-
     def __init__(self, text: str, error: dict):
         super().__init__(text)
         self.everything = text + json.dumps(error)
@@ -176,10 +159,6 @@ class DevicectlError(MespError):
 
 
 def devicectl(*arguments: str, behind: tuple[str, ...] = ()) -> dict:
-    """Runs `xcrun devicectl` and returns its JSON result.
-
-    The arguments `behind` come after all options.
-    """
     with tempfile.TemporaryDirectory(prefix="mesp-devicectl-") as folder:
         path = Path(folder, "result.json")
         options = ("--timeout", str(TIMEOUT), "--json-output", str(path))
@@ -200,18 +179,12 @@ def devicectl(*arguments: str, behind: tuple[str, ...] = ()) -> dict:
     raise DevicectlError(text, answer.get("error", {}))
 
 
-# pymobiledevice3
-
-
 def pymobiledevice3() -> str | None:
-    """Returns the path of pymobiledevice3, on PATH or beside this Python, or None."""
     beside = Path(sys.executable).with_name("pymobiledevice3")
     return shutil.which("pymobiledevice3") or (str(beside) if os.access(beside, os.X_OK) else None)
 
 
 class PyMobileDevice3:
-    """Accesses an app's Documents folder with pymobiledevice3."""
-
     def __init__(self, device: str | None, app: str, otherwise: str):
         self.app = app
         listed = json.loads(self.call(None, "usbmux", "list") or "[]")

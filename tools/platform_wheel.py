@@ -1,9 +1,9 @@
 """Makes a wheel for this platform from the sdist in dist/ and a mesp-engine that it builds.
 
-`make dist` makes the sdist first. Installing the wheel needs no Swift toolchain. On Linux, the
-engine contains Swift's libraries, and the wheel has the platform tag of MLX's wheel. No Linux wheel
-is made if the engine needs a library that EXPECTED does not match, or a newer version of GLIBC's,
-GLIBCXX's or CXXABI's symbols than MLX's library needs.
+`make dist` makes the sdist first. On Linux, the engine contains Swift's libraries, and the wheel
+has the platform tag of MLX's wheel. No Linux wheel is made if the engine needs a library that
+EXPECTED does not match, or a newer version of GLIBC's, GLIBCXX's or CXXABI's symbols than MLX's
+library needs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from mesp.errors import MespError
 BUILT = CHECKOUT / "build" / "programs"
 # The platform tag of the wheel for macOS. Package.swift requires macOS 14.
 MACOS = "macosx_14_0_arm64"
-# Libraries that the engine may need on Linux: common system libraries, and libmlx and
-# libscipy_openblas from packages on PyPI.
 EXPECTED = re.compile(r"(ld-linux-|lib(c|m|dl|pthread|gcc_s|stdc\+\+|mlx|scipy_openblas)\.so)")
 
 
@@ -40,7 +38,6 @@ def readelf(option: str, file: Path) -> str:
 
 
 def needed_symbols(file: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the newest symbol versions that a file needs of GLIBC, GLIBCXX, CXXABI and GCC."""
     newest: dict[str, tuple[int, ...]] = {}
     for name, version in re.findall(
         r"Name: (GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", readelf("--version-info", file)
@@ -65,7 +62,6 @@ def excess(engine: Path, mlx: Path) -> list[str]:
 
 
 def linux_tag() -> str:
-    """Returns the platform tag of MLX's wheel, from its file WHEEL."""
     said = metadata.distribution("mlx").read_text("WHEEL") or ""
     tags = re.findall(r"^Tag: \S+-(manylinux_\d+_\d+_\w+)$", said, re.M)
     if not tags:
@@ -74,8 +70,7 @@ def linux_tag() -> str:
 
 
 def build_engine() -> tuple[Path, str]:
-    """Builds the engine. Returns the folder of the files that the wheel gets, and the platform
-    tag."""
+    """Returns the folder of the files that the wheel gets, and the platform tag."""
     engine = build_program(scratch=BUILT / "build", for_wheel=True)
     if sys.platform == "linux":
         tag = linux_tag()

@@ -1,6 +1,6 @@
 """Records the run that the app shows where it cannot train, for example in the simulator.
 
-The run trains the demo model. The log gets neither the machine's name nor the paths of folders.
+The log gets neither the machine's name nor the paths of folders.
 """
 
 from __future__ import annotations

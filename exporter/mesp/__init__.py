@@ -7,7 +7,7 @@
 
 Nothing is printed: functions report progress to a `progress` function, and notes go to the logger
 ``mesp``. A function that cannot do its work raises `MespError`, whose text is a sentence for
-people. `mesp.reference` is a short implementation of the method, for teaching and for tests.
+people.
 """
 
 from __future__ import annotations

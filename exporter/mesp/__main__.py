@@ -1,5 +1,3 @@
-"""`mesp COMMAND`, or `python -m mesp COMMAND`: all commands of the package."""
-
 from __future__ import annotations
 
 from importlib import import_module
@@ -10,8 +8,7 @@ import click
 import mesp
 from mesp.errors import exit_at_signals
 
-# The help line of each command. A command's module is imported only when the command is used,
-# because MLX loads slowly.
+# The help line of each command.
 COMMANDS = {
     "export": "Write a model as a bundle.",
     "models": "List the models that have short names.",
@@ -27,8 +24,6 @@ COMMANDS = {
 
 
 class Commands(click.Group):
-    """The commands; a command's module is imported when the command is used."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 

@@ -1,5 +1,3 @@
-"""The package's own exceptions, and context managers that raise them."""
-
 import errno
 import re
 import signal
@@ -13,8 +11,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class MespError(Exception):
     """An error of this package. Its message tells the problem and, where possible, the remedy.
 
-    A command prints `message` after ``Error:`` and exits with code 2. Subclasses have other exit
-    codes. `str` names Python's arguments in place of a command's options.
+    A command prints `message` after ``Error:`` and exits with code 2.
     """
 
     def __init__(self, message: str) -> None:
@@ -25,7 +22,6 @@ class MespError(Exception):
         return name_arguments(self.message)
 
 
-# A pattern for an option, or for a whole command with its options.
 _TYPED = re.compile(
     r"(?P<command>\b(?:mesp[ -][a-z]+|lm-eval|llama-gguf-split) (?:(?![;:,]|\. ).)*)"
     r"|(?<![\w./-])--(?P<no>no-)?(?P<option>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)"
@@ -36,8 +32,8 @@ _RENAMED = {"json": "is_json"}  # options whose argument has another name
 def name_arguments(sentence: str) -> str:
     """Returns a sentence with Python's arguments in place of options.
 
-    For example, --seq-len becomes `seq_len`, and --no-chat becomes `chat=False`. Whole commands
-    stay unchanged."""
+    Whole commands stay unchanged.
+    """
 
     def name(found: re.Match[str]) -> str:
         if found["command"]:
@@ -53,10 +49,7 @@ class EngineError(MespError):
 
 
 class Interrupted(MespError):
-    """A second signal, such as another Ctrl-C, which ends the work immediately.
-
-    A command exits with 128 plus the first signal's number.
-    """
+    """A second signal, such as another Ctrl-C, which ends the work immediately."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -64,7 +57,7 @@ class Interrupted(MespError):
 
 
 class Ended(KeyboardInterrupt):
-    """A signal that asks for an end, such as SIGTERM. Like Ctrl-C, it lets `finally` blocks run."""
+    """A signal that asks for an end, such as SIGTERM."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -73,15 +66,11 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def exit_at_signals() -> Iterator[None]:
-    """Lets SIGINT, SIGTERM and SIGHUP end the process by an exception, so `finally` blocks run.
-
-    The exit code is 128 plus the signal's number. Ignored signals stay ignored.
-    """
+    """Lets SIGINT, SIGTERM and SIGHUP end the process by an exception, so `finally` blocks run."""
 
     def end(number: int, _: object) -> None:
         raise Ended(number)
 
-    # Python handles signals only in its main thread.
     is_main = threading.current_thread() is threading.main_thread()
     taken = [
         number

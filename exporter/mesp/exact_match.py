@@ -1,5 +1,3 @@
-"""Compares answers with reference answers."""
-
 from __future__ import annotations
 
 import json
@@ -12,8 +10,7 @@ def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
     """Returns the first match of `pattern` in `text`, or the match's first group if the pattern has
     groups.
 
-    Returns None if nothing matches. Without a pattern, returns the text. White space at both ends
-    is removed.
+    Returns None if nothing matches.
     """
     if pattern is None:
         return text.strip()
@@ -24,8 +21,6 @@ def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
 def exact_match(answer: str | None, reference: str, is_json: bool = False) -> bool:
     """Returns whether an answer equals the reference. With `is_json`, compares JSON values instead
     of texts.
-
-    `answer` is None if `extract` found no answer.
     """
     if not is_json:
         return answer == reference
@@ -34,8 +29,6 @@ def exact_match(answer: str | None, reference: str, is_json: bool = False) -> bo
 
 
 def f1(answer: str, reference: str) -> float:
-    """Returns the F1 score of two texts' words, without case, punctuation and articles, as in
-    SQuAD."""
     ours, theirs = (_words(text) for text in (answer, reference))
     if not ours or not theirs:
         return float(ours == theirs)
@@ -64,6 +57,5 @@ def canonical_json(text: str) -> str | None:
 
 
 def _number(text: str) -> int | float:
-    """Returns the value of a JSON number. A whole number such as 1.0 becomes an int."""
     value = float(text)
     return int(value) if value.is_integer() else value

@@ -15,13 +15,12 @@ from typing import Any, BinaryIO
 import yaml
 
 # The default limit of a file's size in bytes. Manifests of the known models have at most 0.4 MB.
-# Parsing a file takes about 16 times its size in memory.
 SIZE = 4 << 20
 DEPTH = 64
 
 
 def open_regular(path: Path, root: Path | None = None) -> BinaryIO:
-    """Opens a regular file for reading. `path` may be a symbolic link to the file.
+    """Opens a regular file for reading.
 
     If `root` is given, a link must not lead out of this folder (see `root_of`). Raises OSError if
     the file cannot be read. Raises ValueError if a link leads out of `root`, or if the file is not
@@ -37,10 +36,7 @@ def open_regular(path: Path, root: Path | None = None) -> BinaryIO:
 
 
 def read_bytes(path: Path, size: int = SIZE) -> bytes:
-    """Returns the content of a regular file of at most `size` bytes.
-
-    Raises what `open_regular` raises, and ValueError if the file is larger.
-    """
+    """Raises what `open_regular` raises, and ValueError if the file is larger."""
     with open_regular(path) as file:
         data = file.read(size + 1)
     if len(data) > size:
@@ -49,15 +45,10 @@ def read_bytes(path: Path, size: int = SIZE) -> bytes:
 
 
 def read_json(path: Path, size: int = SIZE) -> Any:
-    """Returns the value of a JSON file. Raises what `read_bytes` and `parse_json` raise."""
     return parse_json(read_bytes(path, size))
 
 
 def read_object(path: Path, size: int = SIZE) -> dict[str, Any]:
-    """Returns the object in a JSON file.
-
-    Raises what `read_json` raises, and ValueError if the value is not an object.
-    """
     value = read_json(path, size)
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object")
@@ -65,10 +56,6 @@ def read_object(path: Path, size: int = SIZE) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Returns the settings of a run or a federation in a JSON file.
-
-    Raises what `read_object` raises, and ValueError if a string has a null character.
-    """
     settings = read_object(path)
     if any("\0" in value for value in settings.values() if isinstance(value, str)):
         raise ValueError(f"{path} has a null character")
@@ -80,12 +67,9 @@ class UnclearError(ValueError):
 
 
 def parse_json(text: str | bytes, strict: bool = False) -> Any:
-    """Returns the value of a JSON text.
-
-    Raises ValueError if the text is not valid JSON, is nested more than `DEPTH` deep, or has a
+    """Raises ValueError if the text is not valid JSON, is nested more than `DEPTH` deep, or has a
     number that is too large for a float or a string that UTF-8 cannot encode. With `strict`, also
-    raises UnclearError for the words NaN, Infinity and -Infinity, and for repeated keys. Without
-    `strict`, these words are allowed, and the last value of a repeated key counts.
+    raises UnclearError for the words NaN, Infinity and -Infinity, and for repeated keys.
     """
     hooks: dict[str, Any] = {"parse_float": _finite}
     if strict:
@@ -120,9 +104,7 @@ def _no_number(name: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses aliases. A few lines with aliases can expand to more than fits
-    into memory.
-    """
+    """A YAML loader that refuses aliases."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -134,10 +116,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: bytes) -> Any:
-    """Returns the value of a YAML text.
-
-    Raises yaml.YAMLError or ValueError if the text is not valid YAML, has aliases, is nested more
-    than `DEPTH` deep, or has a string that UTF-8 cannot encode.
+    """Raises yaml.YAMLError or ValueError if the text is not valid YAML, has aliases, is nested
+    more than `DEPTH` deep, or has a string that UTF-8 cannot encode.
     """
     try:
         value = yaml.load(text, _Loader)
@@ -172,10 +152,8 @@ def _check(value: Any, has_escapes: bool) -> None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Returns the path of `name` in a folder, at any depth.
-
-    Raises ValueError if the name is invalid or leads out of the folder, or if a part of the path is
-    a symbolic link.
+    """Raises ValueError if the name is invalid or leads out of the folder, or if a part of the path
+    is a symbolic link.
     """
     parts = name.split("/")
     if "\0" in name or len(name) > 255 or {"", ".", ".."}.intersection(parts):
@@ -195,8 +173,8 @@ def inside(folder: Path, name: str) -> Path:
 def root_of(folder: Path) -> Path:
     """Returns the folder that symbolic links in `folder` may lead into.
 
-    Usually this is `folder` itself. The files of a snapshot in Hugging Face's cache are links into
-    the repository's folder, so that folder is returned.
+    The files of a snapshot in Hugging Face's cache are links into the repository's folder, so that
+    folder is returned.
     """
     root = folder.resolve()
     return root.parents[1] if root.parent.name == "snapshots" else root
@@ -209,16 +187,12 @@ def remove_link(path: Path) -> None:
 
 
 def create(path: Path) -> BinaryIO:
-    """Opens a new file for writing, after removing any file or link at `path`.
-
-    So a symbolic link's target is never written to.
-    """
+    """Opens a new file for writing, after removing any file or link at `path`."""
     path.unlink(missing_ok=True)
     return open(path, "xb")
 
 
 def partial_of(path: Path) -> Path:
-    """Returns the temporary path that `write_whole` uses for `path`."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -240,10 +214,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flushes a file's data, or a folder's entries, to the disk.
-
-    Some file systems cannot flush a folder. This error is ignored.
-    """
+    """Flushes a file's data, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:

@@ -1,5 +1,3 @@
-"""Replaces folders atomically, and locks folders against other processes."""
-
 from __future__ import annotations
 
 import ctypes
@@ -18,10 +16,6 @@ from mesp.files import remove_link, sync
 
 @contextmanager
 def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Yields a folder to write a bundle into, which then becomes `path`. See `replacing`.
-
-    Raises MespError if `path` exists and must not be replaced.
-    """
     if overwrite and path.exists() and not (path / "manifest.json").is_file():
         raise MespError(f"{path} is not a bundle, so it is not replaced; name another --out.")
     if not overwrite and path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -39,8 +33,7 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
     """Yields a new folder beside `path`, which becomes `path` if no error occurs.
 
     After an error, the new folder is removed. A killed process leaves the folder, and the next call
-    for `path` empties it. Raises MespError if another process is writing to the folder. The message
-    includes `doing`.
+    for `path` empties it. Raises MespError if another process is writing to the folder.
     """
     parents = [parent for parent in path.parents if not parent.exists()]
     unfinished = path.parent / f".{path.name}.partial"
@@ -69,10 +62,8 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
 
 
 def check_disk(folder: Path, size: int) -> None:
-    """Raises OSError unless the disk of `folder` has `size` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < size:
-        # rounded so that the two numbers always differ
         raise OSError(
             f"it takes {-(-size // 10**6):,} MB, and its disk has {free // 10**6:,} MB free; free "
             "some space, or name another place"
@@ -82,9 +73,6 @@ def check_disk(folder: Path, size: int) -> None:
 def put_in_place(new: Path, path: Path) -> None:
     """Renames the folder `new` to `path`. A previous folder `path` that is not empty is renamed to
     `new`.
-
-    Readers of `path` see the old folder or the new folder. If the file system cannot exchange two
-    names, `path` is missing for a moment.
     """
     if not path.exists() or not any(path.iterdir()):
         os.rename(new, path)
@@ -96,7 +84,7 @@ def put_in_place(new: Path, path: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchanges two names atomically. Returns False if the system cannot do this."""
+    """Returns False if the system cannot do this."""
     library = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(a), os.fsencode(b)
     if sys.platform == "darwin":
@@ -109,10 +97,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path, doing: str) -> Iterator[None]:
-    """Locks a folder while a `with` block runs. The lock also ends with the process.
-
-    Raises MespError if another process has the lock. The message includes `doing`.
-    """
+    """Locks a folder while a `with` block runs. The lock also ends with the process."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -125,7 +110,6 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
 
 
 def _holder(lock: int) -> str:
-    """Returns a description of the process that holds a lock. Empty if it is unknown."""
     with suppress(OSError):
         inode = os.fstat(lock).st_ino
         for line in Path("/proc/locks").read_text().splitlines():

@@ -1,5 +1,3 @@
-"""Formats numbers for people, and text for a terminal."""
-
 from __future__ import annotations
 
 import math
@@ -8,13 +6,9 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """Returns the text with a space in place of each character that cannot be printed. Line feeds
-    and tabs stay.
-    """
     return "".join(each if each.isprintable() or each in "\n\t" else " " for each in text)
 
 
-# Characters that Python calls printable, and that show nothing.
 _BLANK = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
@@ -33,12 +27,10 @@ def escape(text: str) -> str:
 
 
 def decimal(value: float | None, digits: int = 2) -> str:
-    """Returns a number as text, or a dash for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def megabytes(size: float | None) -> str:
-    """Returns a number of bytes as text in MB (10⁶ bytes), without the unit."""
     return decimal(None if size is None else size / 1e6, 1)
 
 
@@ -50,10 +42,6 @@ def perplexity(loss: float) -> float | None:
 
 
 def quality(record: dict[str, Any]) -> str:
-    """Returns the accuracy or the perplexity of an evaluation record, as text.
-
-    Only evaluations of preference data have an accuracy.
-    """
     accuracy = record.get("accuracy")
     if not isinstance(accuracy, int | float):
         return f"perplexity {decimal(perplexity(record['loss']))}"
@@ -61,7 +49,6 @@ def quality(record: dict[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration such as `2 h 5 min`, `5 min 7 s` or `7 s`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return (

@@ -1,5 +1,3 @@
-"""Downloads from the Hugging Face Hub, and chooses files of a model's repository."""
-
 from __future__ import annotations
 
 import re
@@ -21,22 +19,16 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-# The files that may hold a tokenizer's vocabulary.
 VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model",
     "vocab.json",
 )  # fmt: skip
-# Patterns for a model's files: model card, licence, configuration, tokenizer and weights.
 TERMS = ("README.md", *LICENSE_PATTERNS)
 MODEL_FILES = ("config.json", *TOKENIZER_FILES, *VOCABULARIES, *TERMS)
 WEIGHTS = ("model*.safetensors", "*.safetensors.index.json")
 
 
 def refuse_path(name: str) -> None:
-    """Raises MespError for a name that can only be a path, and so is no name on the Hub.
-
-    The caller has found no file or folder at this path.
-    """
     if name.startswith("~"):
         raise MespError(f"There is no folder or file {name}: write the path out, without ~.")
     is_rooted = name.startswith((".", "/")) or "\\" in name or name.endswith("/")
@@ -46,18 +38,10 @@ def refuse_path(name: str) -> None:
 
 
 def download_model(repo: str, with_weights: bool) -> Path:
-    """Returns the folder with a model of the Hub. Without `with_weights`, weights are not
-    downloaded.
-
-    Raises MespError as `download` does.
-    """
     return download("model", repo, [*MODEL_FILES, *(WEIGHTS if with_weights else ())])
 
 
 def list_gguf_files(repo: str) -> list[str]:
-    """Returns a repository's GGUF files, except files whose name contains mmproj, such as a vision
-    encoder's.
-    """
     names = (name for name in list_files(repo) if name.lower().endswith(".gguf"))
     return [name for name in names if "mmproj" not in name.lower()]
 
@@ -65,8 +49,7 @@ def list_gguf_files(repo: str) -> list[str]:
 def choose_gguf_file(repo: str, quantization: str) -> str:
     """Returns the repository's GGUF file with the given quantization, such as Q4_K_M, in its name.
 
-    Of several such files, prefers one that is not in a subfolder and has a short name. Raises
-    MespError if there is no such file, and as `download` does.
+    Of several such files, prefers one that is not in a subfolder and has a short name.
     """
     names = list_gguf_files(repo)
     wanted = re.compile(rf"(^|[-._/]){re.escape(quantization)}[-._]", re.I)
@@ -81,11 +64,6 @@ def choose_gguf_file(repo: str, quantization: str) -> str:
 
 
 def download_gguf_file(repo: str, file: str) -> Path:
-    """Returns the folder with a GGUF file of a repository, and with the repository's model card and
-    licence files.
-
-    Raises MespError as `download` does, and if there is no such file.
-    """
     folder = download("model", repo, [file, *TERMS])
     if not (folder / file).is_file():
         raise MespError(f"{repo} on the Hugging Face Hub has no file {file}.")
@@ -95,14 +73,12 @@ def download_gguf_file(repo: str, file: str) -> Path:
 def download(kind: str, repo: str, patterns: list[str], revision: str | None = None) -> Path:
     """Returns the folder with the files of a repository that match `patterns`.
 
-    `kind` is ``model`` or ``dataset``. The default revision is the newest. The folder's name is the
-    hash of the revision's commit. Raises MespError if the download fails, for example because the
-    repository does not exist or is not open to the user.
+    `kind` is ``model`` or ``dataset``. The folder's name is the hash of the revision's commit.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, logging
 
-    logging.set_verbosity_error()  # hides warnings, for example of patterns without a file
+    logging.set_verbosity_error()
     if not sys.stderr.isatty():
         disable_progress_bars()
     with _plain_errors(kind, repo):
@@ -112,10 +88,7 @@ def download(kind: str, repo: str, patterns: list[str], revision: str | None = N
 
 
 def list_files(repo: str, kind: str = "model") -> list[str]:
-    """Returns the paths of a repository's files. In offline mode, returns the downloaded files.
-
-    Raises MespError as `download` does.
-    """
+    """Returns the paths of a repository's files. In offline mode, returns the downloaded files."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 

@@ -1,5 +1,3 @@
-"""Uploads bundles to the Hugging Face Hub."""
-
 from __future__ import annotations
 
 import sys
@@ -11,8 +9,6 @@ from mesp.bundle.model_card import front_matter
 from mesp.errors import MespError
 from mesp.license import LICENSE_PATTERNS, License, has_license
 
-# Patterns of a bundle's files. An upload deletes the repository's files that match a pattern and
-# that the new bundle lacks.
 OF_A_BUNDLE = ["blocks/*", "data/*", "*.mlxfn", "*.bin", "*.json"]
 OF_A_BUNDLE += [pattern for pattern in LICENSE_PATTERNS if not pattern.startswith("*")]
 
@@ -21,8 +17,7 @@ def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
     """Uploads a bundle and a model card to the model repository `repo`, and returns the
     repository's address.
 
-    Creates the repository if necessary. Raises MespError if the upload fails, or if the bundle has
-    no licence.
+    Raises MespError if the upload fails, or if the bundle has no licence.
     """
     from huggingface_hub import HfApi, errors
     from huggingface_hub.utils import disable_progress_bars
@@ -59,7 +54,6 @@ def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
 
 
 def check_license(holder: object, model: ModelName | License, files: Iterable[str]) -> None:
-    """Raises MespError unless `model` or one of the `files` in `holder` states a licence."""
     if not has_license(model.license, model.license_name, files):
         raise MespError(
             f"{holder} has no licence, so it is not uploaded; give the model's licence: put its "
@@ -75,7 +69,6 @@ def failed(bundle: Path, repo: str) -> MespError:
 
 
 def card(manifest: Manifest) -> bytes:
-    """Returns the repository's README.md."""
     text = f"""
 # {manifest.name} for MeSP
 

@@ -1,5 +1,3 @@
-"""A model's licence: the licence files, and the licence in the model card."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -8,7 +6,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any
 
-# Patterns for names of licence files, in any letter case.
 _LICENSES = (
     "LICENSE*",
     "LICENCE*",
@@ -21,7 +18,6 @@ _LICENSES = (
 )
 _OTHERS = ("NOTICE*", "*_NOTICE*", "USE_POLICY*", "*_USE_POLICY*")
 _SUFFIXES = ("", ".txt", ".md", ".pdf")
-# Values of `license` on the Hub that state no licence.
 _UNNAMED = (None, "", "other", "unknown")
 
 
@@ -29,20 +25,14 @@ def _in_any_case(pattern: str) -> str:
     return "".join(f"[{c.upper()}{c.lower()}]" if c.isalpha() else c for c in pattern)
 
 
-# Patterns for the names of licence files, for the Hub's client.
 LICENSE_PATTERNS = [_in_any_case(pattern) for pattern in (*_LICENSES, *_OTHERS)]
 
 
 def is_terms(name: str) -> bool:
-    """Returns whether a file is a licence file, by its name.
-
-    Licence files must accompany everything that is made from the model.
-    """
     return _fits(name, (*_LICENSES, *_OTHERS))
 
 
 def has_license(license: str | None, license_name: str | None, names: Iterable[str]) -> bool:
-    """Returns whether a model's licence is known by name or by a file in `names`."""
     is_named = bool(license_name) or license not in _UNNAMED
     return is_named or any(_fits(name, _LICENSES) for name in names)
 
@@ -58,10 +48,10 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class License:
-    """A model's licence, as the model card or the GGUF file states it. A field that is not stated
-    is None.
+    """A model's licence, as the model card or the GGUF file states it.
 
-    `license` is an identifier such as ``apache-2.0``, or ``other``."""
+    `license` is an identifier such as ``apache-2.0``, or ``other``.
+    """
 
     license: str | None = None
     license_name: str | None = None
@@ -69,16 +59,11 @@ class License:
 
     @classmethod
     def of(cls, read: Any) -> License:
-        """Returns the licence whose fields `read` returns by name.
-
-        A value that is not one printable line of text counts as missing.
-        """
         found = (read(name) for name in ("license", "license_name", "license_link"))
         return cls(*(v if isinstance(v, str) and v and v.isprintable() else None for v in found))
 
     @classmethod
     def of_card(cls, model_card: Path) -> License:
-        """Returns the licence in the front matter of a README.md, or `UNKNOWN`."""
         from huggingface_hub import ModelCard
 
         try:

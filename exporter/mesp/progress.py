@@ -1,5 +1,3 @@
-"""The progress of a function, reported to its caller."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,8 +19,6 @@ ProgressCallback = Callable[[Progress], None]
 
 
 class Task:
-    """A task that reports its progress."""
-
     def __init__(
         self, report: ProgressCallback | None, name: str, total: int | None = None
     ) -> None:

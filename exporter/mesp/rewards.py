@@ -1,5 +1,3 @@
-"""Rewards of sampled answers. A better answer has a higher reward."""
-
 from __future__ import annotations
 
 import importlib
@@ -11,8 +9,8 @@ from pathlib import Path
 from mesp.errors import MespError
 from mesp.exact_match import canonical_json, exact_match
 
-# Returns a number for each sampled answer. The keyword arguments are lists of equal length:
-# `prompts`, `completions` (the sampled answers) and `references` (the answers in the data).
+# The keyword arguments are lists of equal length: `prompts`, `completions` (the sampled answers)
+# and `references` (the answers in the data).
 Reward = Callable[..., Sequence[float]]
 
 MOST = 1e30  # the largest absolute value of a reward; the engine computes in float32
@@ -23,8 +21,7 @@ BUILT_IN = ("exact", "json", "json-equal", "regex:PATTERN", "length:N")
 def find_reward(name: str, may_import: bool) -> Reward:
     """Returns the reward of this name: one of `BUILT_IN`, or ``module:function``.
 
-    The module is in the working folder or installed. It is imported only if `may_import` is set.
-    Raises MespError if the reward does not exist, is invalid, or may not be imported.
+    The module is in the working folder or installed.
     """
     kind, _, rest = name.partition(":")
     if name == "exact":
@@ -55,8 +52,6 @@ def find_reward(name: str, may_import: bool) -> Reward:
 
 
 def _each(score: Callable[[str, str], float]) -> Reward:
-    """Makes a `Reward` from a function that scores one answer by its reference."""
-
     def reward(
         *, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]
     ) -> list[float]:
@@ -81,9 +76,7 @@ def _imported(name: str, module: str, function: str) -> Reward:
 def compute_rewards(
     reward: Reward, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]
 ) -> list[float]:
-    """Returns the rewards of the answers.
-
-    Raises MespError if `reward` fails, or if it does not return a number within ±`MOST` for each
+    """Raises MespError if `reward` fails, or if it does not return a number within ±`MOST` for each
     answer.
     """
     try:

@@ -1,6 +1,6 @@
 // swift-tools-version: 6.0
 
-// Builds the ledger (docs/ledger.md) and the tool `mesp-count`. The ledger runs on Linux and counts what a training step would cost on a phone's GPU.
+// Builds the ledger (docs/gpu.md) and the tool `mesp-count`. The ledger runs on Linux and counts what a training step would cost on a phone's GPU.
 //
 // This package is separate, so that builds of the trainer do not compile it. `make ledger` builds it.
 

@@ -1,5 +1,3 @@
-"""Tests that each key of an adapter_config.json is used, has no effect, or is refused by name."""
-
 import json
 import shutil
 from pathlib import Path
@@ -35,7 +33,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def exported(name: str, folder: Path) -> tuple[Path, Path]:
-    """Exports a tiny model. Returns the bundle, and a folder of adapters in mlx-lm's form.
+    """Returns the bundle, and a folder of adapters in mlx-lm's form.
 
     The folder's subfolder `peft` has the same adapters in PEFT's form.
     """
@@ -87,7 +85,6 @@ def test_the_table_has_every_key_that_mlx_lm_writes():
     assert {*lora["used"], *lora["ignored"]} >= CONFIG_DEFAULTS["lora_parameters"].keys()
 
 
-# Values in PEFT's adapter_config.json that are refused.
 REFUSED = {
     "alora_invocation_tokens": [[290, 291]],
     "arrow_config": [{"top_k": 2}],
@@ -199,7 +196,6 @@ def test_a_matrix_without_a_place_in_the_configuration_is_refused(qwen, copy: Pa
 
 
 def keep_only(folder: Path, name: str) -> None:
-    """Keeps only the matrix A of this name, and its B."""
     (file,) = folder.glob("*.safetensors")
     names = {name, name.replace("lora_A", "lora_B").replace("lora_a", "lora_b")}
     kept = {each: array for each, array in mx.load(str(file)).items() if each in names}
@@ -327,7 +323,6 @@ def check_read(bundle: Path, adapters: Path) -> None:
 
 @pytest.mark.parametrize("form", [".", "peft"])
 def test_dora_of_experts_is_refused(tmp_path: Path, form: str):
-    """DoRA of experts is refused. mlx-lm and PEFT do not support it."""
     bundle, adapters = exported("lfm2_moe", tmp_path)
     dora = write_adapters(tmp_path / "dora", bundle, dora=True)
     write_peft(dora / "peft", bundle, dora)

@@ -1,5 +1,3 @@
-"""Tests that DoRA adapters from mlx-lm and PEFT are read, added up and fused."""
-
 from __future__ import annotations
 
 import shutil
@@ -23,7 +21,6 @@ from mesp.bundle.reader import Bundle
 from mesp.source_model.gguf.header import GGUF
 from mesp.source_model.gguf.weights import GGUFWeights
 
-# The families have, for example, biases, joined layers, convolutions, Gated DeltaNet or experts.
 NAMES = ["llama", "phi3", "granitemoehybrid", "lfm2", "qwen3_5", "gemma2", "lfm2_moe"]
 EXACT, BFLOAT16 = 1e-5, 2**-8
 TOKENS = mx.array([[5, 6, 7, 8, 9, 10]])
@@ -63,7 +60,6 @@ def test_mlx_lm_loads_and_computes_the_same(family):
 
 
 def test_what_mlx_lm_trains_is_read(family, tmp_path: Path):
-    """mlx-lm creates these adapters, for some linear layers of the last block."""
     bundle, adapters = family
     shutil.copytree(adapters, tmp_path, dirs_exist_ok=True)
     keys = sorted({name for block in Bundle(bundle).architecture.kinds for name in block.modules})

@@ -1,7 +1,3 @@
-"""Compares adapters with numbers at the edges of float32 in three implementations: the engine, the
-exporter's sum of adapters, and NumPy in float64.
-"""
-
 from __future__ import annotations
 
 import json
@@ -30,7 +26,7 @@ from mesp.errors import MespError
 pytestmark = pytest.mark.slow
 CASES = 60
 TOKENS = [5, 6, 7, 8, 9, 10, 11, 5]
-LEAST = 2.0**-126  # the least n² of a row that is no row of zeros
+LEAST = 2.0**-126
 # Edges of m, and of one row of B or of all A.
 M = [0.0, -1.0, 1e-30, 1e-40, 1e10, 1e38, 3.4e38]
 OTHERS = [0.0, 1e-40, 1e-25, 1e10, 1e19, 1e25, 1e38]
@@ -56,7 +52,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_case(folder: Path, bundle: Path, seed: int) -> list[WeightedAdapters]:
-    """Writes one to three folders of adapters, each with up to two edges."""
     random = np.random.default_rng(seed)
     adapters = []
     for number in range(random.choice([1, 1, 2, 3])):
@@ -117,9 +112,7 @@ def log_likelihood(model: nn.Module) -> float:
 
 
 def overflows_in_codes(model: nn.Module) -> bool:
-    """Returns whether Σ code · x of a group of 32 codes of 4 bits may overflow in a linear layer.
-
-    A product of few rows is computed as scale · Σ code · x + bias · Σ x, so the sum may overflow
+    """A product of few rows is computed as scale · Σ code · x + bias · Σ x, so the sum may overflow
     where x Wᵀ does not.
     """
     inputs, call = [], nn.Linear.__call__
@@ -175,10 +168,9 @@ def test_edges_are_equal_or_refused_everywhere(bundle: Path, tmp_path: Path):
         answers = [each for each in found if each is not None]
         is_equal = all(abs(each - expected) <= 1e-3 * abs(expected) for each in answers)
         kind = ["refused", "wrong", "equal"][len(answers)] if is_equal else "wrong"
-        # A rare exception: mlx-lm on a CPU multiplies x by the dequantized
-        # weights, and the engine's product of few rows (PackedProduct.cpp) first sums codes times
-        # x, which alone overflows. So the exporter has a right result where the engine truly has
-        # none. Only another, slower product in the engine would remove the exception.
+        # A rare exception: mlx-lm on a CPU multiplies x by the dequantized weights, and the
+        # engine's product of few rows (PackedProduct.cpp) first sums codes times x, which alone
+        # overflows. Only another, slower product in the engine would remove the exception.
         if answers == [found[0]] and is_equal and overflows_in_codes(plain):
             kind = "refused by the engine's sums of codes"
         figures[kind] += 1

@@ -1,5 +1,3 @@
-"""Tests `mesp fuse`: its MLX models against mlx-lm's model with adapters, and its GGUF adapters."""
-
 import json
 import re
 import resource
@@ -129,9 +127,7 @@ def test_experts_are_fused(tmp_path, bits, tolerance):
 
 
 def test_a_text_of_several_modalities_is_fused_by_its_place_there(tmp_path):
-    """The fused tensors have the names that they have in the multimodal model. `A_log` stays
-    float32, as in mlx-lm.
-    """
+    """`A_log` stays float32, as in mlx-lm."""
     bundle, adapters = with_adapters("qwen3_5", tmp_path)
     assert fuse(bundle, adapters, tmp_path / "fused", "--bits", "bfloat16").returncode == 0
     fused = dict(tree_flatten(mlx_lm.load(str(tmp_path / "fused"))[0].parameters()))
@@ -289,7 +285,6 @@ KINDS = {"quantized": (), "bfloat16": ("--bits", "bfloat16"), "gguf": ("--gguf",
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_full_disk_is_one_sentence_wherever_it_is_full(kind: str, tmp_path: Path):
-    """A limit on the size of files simulates a full disk."""
     bundle, adapters = with_adapters("qwen3", tmp_path)
     before = {path.name for path in tmp_path.iterdir()}
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -322,9 +317,7 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 
 def test_a_fused_base_model_stops_where_its_data_ended(tmp_path):
-    """A fused model stops at the token that ends the answers in its data. Here that token is
-    `<|im_end|>`, which is not the base model's end token.
-    """
+    """A fused model stops at the token that ends the answers in its data."""
     model = write_model(tmp_path / "model", FAMILIES["qwen3"])
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     end = {**tokenizer["added_tokens"][0], "id": 305, "content": "<|im_end|>", "special": True}

@@ -1,5 +1,3 @@
-"""Tests that transformers and mlx-lm read the models of `mesp fuse --bits bfloat16` alike."""
-
 import json
 from pathlib import Path
 
@@ -18,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.transformers
 # transformers has no code for MiniCPM, and mlx-lm has none for LFM3.
 READ = sorted(FAMILIES.keys() - {"minicpm", "lfm3"})
-# Multimodal models. FAMILIES has only their text models.
+# FAMILIES has only their text models.
 VL = {
     "qwen2_5_vl": FAMILIES["qwen2"]
     | {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
@@ -32,8 +30,6 @@ VL = {
 
 @pytest.mark.parametrize("family", [*READ, *VL])
 def test_transformers_reads_what_mlx_lm_reads(family: str, tmp_path: Path):
-    """transformers loads a fused model without missing or unused tensors, and computes the logits
-    of mlx-lm."""
     transformers.utils.logging.set_verbosity_error()
     config = {**FAMILIES, **VL}[family] | {"pad_token_id": 0}
     config = {key: value for key, value in config.items() if value is not None}

@@ -1,7 +1,5 @@
-"""Tests llama.cpp with the adapters and models that `mesp fuse` writes (`make test-slow`).
-
-The package xllamacpp contains llama.cpp. llama.cpp must write the tokens of `mesp generate`, with
-mlx-lm's log-probabilities.
+"""The package xllamacpp contains llama.cpp. llama.cpp must write the tokens of `mesp generate`,
+with mlx-lm's log-probabilities.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ from mesp.source_model.gguf.weights import GGUFWeights
 from studies.real_models import GEMMA, SMOLLM2, gguf_file
 
 COUNT = 48
-END = 0  # the token that ends a text, in the models of each `Case`
+END = 0
 # The tolerance of a log-probability, by the activation. MeSP and llama.cpp compute in float32, and
 # different orders of sums make errors of 1e-5. But llama.cpp looks GELU up in a float16 table. This
 # rounding of GELU changes a log-probability by 0.012.
@@ -152,9 +150,7 @@ def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
     for key, weight in tree_flatten(dequantize_model(model).parameters()):
         array = np.array(weight)
         module = key.split(".")[-2]
-        if (
-            module in heads and name.lower() in INTERLEAVED
-        ):  # MeSP rotates halves of a head, llama.cpp pairs
+        if module in heads and name.lower() in INTERLEAVED:
             halves = array.reshape(heads[module], 2, -1, *array.shape[1:])
             array = halves.swapaxes(1, 2).reshape(array.shape)
         if module.endswith("norm"):
@@ -193,9 +189,6 @@ def serve(model: Path, adapters: Path | None = None) -> xllamacpp.Server:
 
 
 def log_probabilities(model: nn.Module, prompt: list[int], tokens: list[int]) -> list[float]:
-    """Returns mlx-lm's log-probability of each of `tokens`, in float32, after the prompt and the
-    tokens before it.
-    """
     model.set_dtype(mx.float32)
     logits = model(mx.array([prompt + tokens]))[0, len(prompt) - 1 : -1]
     return np.array(nn.log_softmax(logits, -1))[range(len(tokens)), tokens].tolist()
@@ -259,9 +252,8 @@ def test_a_fused_model(case: Case, tmp_path: Path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
-    """A GGUF file in llama.cpp and its bundle have the same log-probabilities.
-
-    llama.cpp gets Q8_0 weights as float32, because for Q8_0 it would round activations to 8 bits.
+    """llama.cpp gets Q8_0 weights as float32, because for Q8_0 it would round activations to 8
+    bits.
     """
     tensors = random_tensors(MODELS[name][1])
     quantized = write_gguf(tmp_path / "quantized.gguf", name, tensors)
@@ -368,10 +360,8 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_real_models_distributions_are_llama_cpps(real: RealModel):
-    """On a real model, llama.cpp's distribution of the next token is close to MeSP's.
-
-    The mean KL divergence, in nats, is small. It covers the likeliest 1,000 tokens one by one, and
-    the rest together. llama.cpp rounds the inputs of quantized matrices to 8 bits.
+    """The mean KL divergence, in nats, is small. It covers the likeliest 1,000 tokens one by one,
+    and the rest together. llama.cpp rounds the inputs of quantized matrices to 8 bits.
     """
     model = Bundle(real.bundle).to_mlx_lm()
     model.set_dtype(mx.float32)
@@ -406,10 +396,7 @@ PROMPTS = (
 
 
 def test_a_real_model_writes_what_llama_cpp_writes(real: RealModel, tmp_path: Path):
-    """For at least 9 of 10 prompts, llama.cpp and MeSP write the same tokens, up to 32.
-
-    llama.cpp reads a float32 file, because it would round the inputs of quantized weights.
-    """
+    """llama.cpp reads a float32 file, because it would round the inputs of quantized weights."""
     file = GGUF.read(real.file)
     quantized = [n for n, tensor in file.tensors.items() if tensor.type not in UNQUANTIZED]
     copy(file, tmp_path / "plain.gguf", dict.fromkeys(quantized, np.ascontiguousarray), Type.F32)

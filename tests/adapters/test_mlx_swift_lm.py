@@ -35,15 +35,6 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 
 
 class Model(NamedTuple):
-    """A model of mlx-swift-lm.
-
-    - `file` is the source file.
-    - `prefix` begins the names of the blocks.
-    - `linear` has the names of a block's linear layers.
-    - `within`, if not empty, is the only module of a block that takes adapters.
-    - `keeps_weights` tells that adapters loaded after the first token have no effect.
-    """
-
     file: str
     prefix: str
     linear: set[str]
@@ -70,8 +61,7 @@ GRANITE4 = DENSE | named("mamba", "in_proj", "out_proj")
 GRANITE4 |= named("shared_mlp", "input_linear", "output_linear")
 GEMMA4 = DENSE | {"per_layer_input_gate", "per_layer_projection"}
 
-# The models in MLXLLM and MLXVLM, by the `model_type`. Their experts are SwitchLinear, not
-# `Linear`, and take no adapters.
+# Their experts are SwitchLinear, not `Linear`, and take no adapters.
 MODELS: dict[str, dict[str, Model]] = {
     "qwen2": {"MLXLLM": Model("MLXLLM/Models/Qwen2.swift", WHOLE, DENSE)},
     "qwen2_5_vl": {"MLXVLM": Model("MLXVLM/Models/Qwen25VL.swift", TEXT_OF_SEVERAL, DENSE)},
@@ -140,7 +130,6 @@ MODELS: dict[str, dict[str, Model]] = {
     "lfm3": {},
     "phi3": {"MLXLLM": Model("MLXLLM/Models/Phi3.swift", WHOLE, FUSED)},
 }
-# The documentation page's words for how a library loads the adapters of a model_type.
 LOADS, FITTED, FIRST, NOT, LACKS = "yes", "fitted", "before the first token", "no", "none"
 
 
@@ -149,29 +138,21 @@ class Refused(Exception):
 
 
 class Loaded(NamedTuple):
-    """Loaded adapters: the scale, and the matrices of each linear layer by its path.
-
-    The matrices are A [in, rank], B [rank, out] and, with DoRA, m [out].
-    """
+    """The matrices are A [in, rank], B [rank, out] and, with DoRA, m [out]."""
 
     scale: float
     matrices: dict[str, tuple[mx.array, ...]]
 
 
 def decoded(holder: dict[str, Any], key: str, *kinds: type) -> Any:
-    """Returns `holder[key]`. Raises Refused if it is missing, is a Boolean, or has none of the
-    types `kinds`.
-    """
     if not isinstance(value := holder.get(key), kinds) or isinstance(value, bool):
         raise Refused(f"{key} does not decode")
     return value
 
 
 def load(folder: Path, model: Model, arch: Architecture, fit: bool = False) -> Loaded:
-    """Loads adapters as `LoRAContainer.from(directory:)` and `load(into:)` do.
-
-    Raises Refused where they throw or would load the adapters wrongly. With `fit`, the matrices are
-    first renamed as by the documentation page's `fitted(to:)`.
+    """Raises Refused where they throw or would load the adapters wrongly. With `fit`, the matrices
+    are first renamed as by the documentation page's `fitted(to:)`.
     """
     config = json.loads((folder / CONFIG).read_text())
     kind = decoded(config, "fine_tune_type", str)
@@ -199,12 +180,8 @@ def put(
     model: Model,
     arch: Architecture,
 ) -> Loaded:
-    """Returns the matrices of linear layers in the last `num_layers` blocks, as `load(into:)`
-    assigns them.
-
-    `keys` has the names of these layers, relative to the module `model.within` if there is one.
-    Without `keys`, all layers of `model.linear` in that module take matrices. As with
-    `.noUnusedKeys`, a matrix without a layer is refused.
+    """`keys` has the names of these layers, relative to the module `model.within` if there is one.
+    Without `keys`, all layers of `model.linear` in that module take matrices.
     """
     shapes = {}
     for i, block in list(enumerate(arch.blocks))[max(0, len(arch.blocks) - num_layers) :]:
@@ -234,7 +211,6 @@ def put(
 
 
 def load_peft(folder: Path, model: Model, arch: Architecture) -> Loaded:
-    """Applies `LoRAContainer.fromPEFT(directory:)` and `load(into:)`."""
     config = json.loads((folder / CONFIG).read_text())
     rank, alpha = decoded(config, "r", int), decoded(config, "lora_alpha", float, int)
     decoded(config, "target_modules", list)
@@ -257,7 +233,6 @@ def config_of(name: str) -> dict:
     return FAMILIES[same.get(name, name.removesuffix("_text"))] | {"model_type": name}
 
 
-# Every row of FAMILIES, and every other `model_type` that is exported.
 TYPES = {each["model_type"] for each in FAMILIES.values()}
 NAMES = [*FAMILIES, *sorted(families.FAMILIES.keys() - TYPES)]
 
@@ -270,8 +245,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
-    """Returns a function that trains a model of a family for one step. Each family is exported
-    once."""
+    """Each family is exported once."""
     bundles: dict[str, Path] = {}
 
     @cache
@@ -292,7 +266,6 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
 
 
 def outcome(trained: Trained, model: Model) -> str:
-    """Returns the documentation page's word for how the adapters load into the model."""
     for fit, said in ((False, FIRST if model.keeps_weights else LOADS), (True, FITTED)):
         try:
             load(trained.adapters, model, trained.arch, fit)

@@ -1,5 +1,3 @@
-"""Tests that Ollama can read the Modelfile that mesp fuse writes beside model.gguf."""
-
 from __future__ import annotations
 
 import hashlib
@@ -20,10 +18,8 @@ APACHE = {"general.license": gguf.GGUFValue("apache-2.0", gguf.GGUFValueType.STR
 
 
 def read_modelfile(text: str) -> list[tuple[str, str]]:
-    """Returns the commands and values of a Modelfile, as Ollama's parser/parser.go finds them.
-
-    A parameter is returned under its own name. A quoted value may span lines. Characters that Go
-    cannot print are removed from values, except white space.
+    """A quoted value may span lines. Characters that Go cannot print are removed from values,
+    except white space.
     """
     found, name, value = [], "", None
     for char in [*text, "\n"]:
@@ -55,11 +51,7 @@ def unquoted(value: str) -> str | None:
 def fuse(
     folder: Path, licences: dict[str, str], ends: Sequence[int] = (), token: str = "", **keys
 ) -> Path:
-    """Exports a GGUF file and fuses the bundle. Returns the folder of the fused model.
-
-    The files `licences` are in the folder of the GGUF file. `ends` are the `end_tokens` of the
-    bundle's manifest. If `token` is given, it is the text of the last of these tokens.
-    """
+    """Exports a GGUF file and fuses the bundle. Returns the folder of the fused model."""
     base = folder / "model" / "base.gguf"
     base.parent.mkdir()
     write_gguf(base, "qwen2", random_tensors(MODELS["qwen2"][1]), **keys)

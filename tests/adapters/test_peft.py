@@ -1,7 +1,5 @@
-"""Tests adapters in the PEFT library, and private steps in Opacus, on PyTorch (`make test-slow`).
-
-Many tests dequantize the demo model into a Qwen2ForCausalLM. The engine and PEFT must find the same
-held-out loss, both with the engine's adapters and with PEFT's.
+"""Many tests dequantize the demo model into a Qwen2ForCausalLM. The engine and PEFT must find the
+same held-out loss, both with the engine's adapters and with PEFT's.
 """
 
 from __future__ import annotations
@@ -61,8 +59,7 @@ def train(bundle: Path, output: Path, *options: object) -> RunLog:
 
 @pytest.fixture(scope="module")
 def folder(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes the bundle's dequantized weights as a Hugging Face model in float32. Returns the
-    folder."""
+    """Returns the folder."""
     path = tmp_path_factory.mktemp("peft") / "dequantized"
     write_dequantized(Bundle(bundle), path)
     return path
@@ -74,7 +71,6 @@ def model(folder: Path) -> torch.nn.Module:
 
 
 def held_out_loss(model: torch.nn.Module, bundle: Path) -> float:
-    """Returns the mean loss of the first `VAL_BATCHES` held-out windows, in nats a token."""
     tokens = Bundle(bundle).tokens("valid")[: VAL_BATCHES * SEQ_LEN + 1].astype(np.int64)
     inputs = torch.from_numpy(tokens[:-1].reshape(VAL_BATCHES, SEQ_LEN))
     targets = torch.from_numpy(tokens[1:])
@@ -84,7 +80,6 @@ def held_out_loss(model: torch.nn.Module, bundle: Path) -> float:
 
 
 def here(name: str) -> str:
-    """Returns mlx-lm's name of a PEFT parameter."""
     name = name.removeprefix("base_model.model.").removesuffix(".default.weight")
     return name.replace("lora_A", "lora_a").replace("lora_B", "lora_b")
 
@@ -127,9 +122,7 @@ def test_peft_finds_the_loss_of_the_engine(
 def test_peft_has_a_matrix_for_every_tensor(
     bundle: Path, model: torch.nn.Module, tmp_path: Path, dora: tuple
 ):
-    """PEFT has a parameter for every tensor of the engine's adapters. PEFT only warns about unused
-    tensors.
-    """
+    """PEFT only warns about unused tensors."""
     train(bundle, tmp_path / "run", "--num-layers", 2, "--projections", "o,gate", *dora)
     folder = tmp_path / "run" / "adapters" / "peft"
     adapted = PeftModel.from_pretrained(model, folder)
@@ -221,9 +214,7 @@ def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "lfm2_moe"])
 def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
-    """Adapters of experts are exchanged with PEFT in both directions.
-
-    transformers has two parameters of experts: one for gate and up, and one for down. PEFT 0.21
+    """transformers has two parameters of experts: one for gate and up, and one for down. PEFT 0.21
     treats the MLPs of Qwen3's layers without experts as experts, so the tested Qwen3 model has no
     layers without experts.
     """
@@ -402,8 +393,6 @@ def test_qlora_is_measured_by_the_weights_that_it_trains_on(bundle: Path, tmp_pa
     assert np.linalg.norm(others - there) > 100 * TOLERANCE * np.linalg.norm(there)
 
 
-# Differential privacy is compared with Opacus on the same model in PyTorch.
-
 KEY = bytes(range(32))
 # The noise has about the norm of the clipped sum. A high learning rate makes a step large against
 # the rounding of the parameters.
@@ -411,9 +400,7 @@ CLIP, MULTIPLIER, EXPECTED, RATE, RANK = 0.5, 0.003, 4, 10.0, 8
 
 
 def test_a_private_step_is_that_of_opacus(tmp_path: Path):
-    """The mean norm of the per-example gradients agrees to 1e-5. With the same noise, the update
-    agrees to 1e-5 too.
-    """
+    """With the same noise, the update agrees to 1e-5 too."""
     data = tmp_path / "records.jsonl"
     words = TEXT.split()
     texts = [" ".join(words[n % 5 : n % 5 + 3 + n % 7]) for n in range(12)]
@@ -421,7 +408,6 @@ def test_a_private_step_is_that_of_opacus(tmp_path: Path):
     path = tmp_path / "demo.mesp"
     size = ("--seq-len", SEQ_LEN, "--rank", RANK)
     call("export", "--model", "demo", "--data", data, "--no-pack", "--out", path, *size)
-    # Two runs of one step: one begins with B = 0, the other with another run's adapters.
     first = tmp_path / "first"
     few = ("--steps", 5, "--learning-rate", 1e-3)
     train(path, first, "--rank", RANK, "--seq-len", SEQ_LEN, "--val-batches", 0, *few)
@@ -451,9 +437,7 @@ def test_a_private_step_is_that_of_opacus(tmp_path: Path):
 def step_of_opacus(
     path: Path, start: Path | None
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[float], int]:
-    """Takes a step with Opacus.
-
-    Returns the matrices before and after the step, by mlx-lm's names, the norms of the examples'
+    """Returns the matrices before and after the step, by mlx-lm's names, the norms of the examples'
     gradients, and the number of gradients that were clipped.
     """
     bundle = Bundle(path)

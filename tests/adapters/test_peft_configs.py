@@ -1,7 +1,6 @@
 """Tests with random LoraConfigs of the PEFT library (`make test-slow`).
 
-PEFT saves adapters of a tiny random model and loads them again. The trainer and `mesp fuse` must
-find PEFT's probabilities, or refuse the folder.
+The trainer and `mesp fuse` must find PEFT's probabilities, or refuse the folder.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ TARGETS = {
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 WEIGHTS = "adapter_model.safetensors"
 
-# Values that are tried for fields of LoraConfig. PEFT refuses some combinations of them.
+# PEFT refuses some combinations of them.
 VALUES: dict[str, list[Any]] = {
     "alora_invocation_tokens": [[6, 7], [300, 301]],
     "alpha_pattern": [{"q_proj": 3}, {".*q_proj": 9}, {}, {"shared_mlp.input_linear": 8}],
@@ -232,9 +231,6 @@ def edit(folder: Path, edits: dict[str, Any], tensor: str) -> None:
 def test_mesp_fuse_merges_as_peft_does(
     made: tuple[str, Path, torch.nn.Module], tmp_path: Path, dora: bool
 ):
-    """Rounding to bfloat16 makes the results differ by up to 0.23%. The adapters change them by
-    14%.
-    """
     name, bundle, base = made
     fields = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": TARGETS[name]}
     fields |= {"target_parameters": EXPERTS} if name == "qwen3_moe" and not dora else {}

@@ -1,9 +1,3 @@
-"""Tests of several adapter folders with weights, in the engine and in mesp fuse.
-
-The adapters differ in rank, scale and modules. Together, they must change each matrix by the
-weighted sum of their separate changes, up to the order of float32 sums.
-"""
-
 from __future__ import annotations
 
 import json
@@ -146,11 +140,6 @@ def test_one_whole_set_of_adapters_stays_what_it_is(family: Path, tmp_path: Path
 
 @pytest.fixture
 def asked(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list]:
-    """Returns a function that lists the adapters and weights of each engine started since its last
-    call.
-
-    Creates two empty folders for adapters.
-    """
     for name in ("a", "b"):
         (working_folder / name).mkdir()
     notes = working_folder / "notes"
@@ -222,8 +211,6 @@ def test_an_evaluation_measures_each_or_their_sum(bundle: Path, asked):
     assert asked() == [both]
 
 
-# Refusals
-
 REFUSED = {
     "--weights 1": "--weights needs --adapters.",
     "--adapters a,b --weights 1": "The number of --weights is 1, and that of --adapters 2; give a "
@@ -243,7 +230,7 @@ REFUSED = {
 @pytest.mark.parametrize("command", ["generate", "evaluate", "fuse"])
 def test_weights_that_fit_no_adapters_are_refused(bundle: Path, asked, command: str, typed: str):
     if command == "fuse" and "--adapters" not in typed:
-        return  # click reports the missing --adapters
+        return
     others = {"generate": ("--prompt", "a"), "evaluate": ("d.txt",), "fuse": ("--out", "fused")}
     Path("d.txt").write_text("My fellow citizens")
     assert refused(run(command, bundle, *others[command], *typed.split())) == REFUSED[typed]

@@ -1,5 +1,3 @@
-"""Fixtures of the app's tests."""
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,7 @@
 """Checks of the app without a Mac.
 
 The Swift sources are compiled as for iOS and macOS, against stand-ins for Apple's modules
-(stand_ins/). The views' behaviour is in MeSPAppModel, whose Swift tests run everywhere.
+(stand_ins/).
 """
 
 import json
@@ -14,7 +14,6 @@ import sys
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from tokenizers import Tokenizer
@@ -29,8 +28,8 @@ HOME = ROOT / "ios" / "MeSPTrainer"
 APP = HOME / "App"
 PROJECT = HOME / "MeSPTrainer.xcodeproj"
 HERE = Path(__file__).parent
-# The stand-ins by system. Each follows the modules that it imports. `BESIDE` has the modules that
-# only an app with mlx-swift-lm needs.
+# Each follows the modules that it imports. `BESIDE` has the modules that only an app with
+# mlx-swift-lm needs.
 BESIDE = ("MLXNN", "MLXLMCommon", "FoundationModels", "MLXFoundationModels")
 BOTH = ("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "Charts", *BESIDE)
 STAND_INS = {
@@ -46,11 +45,9 @@ WIDGET = HOME / "Widget"
 SHARED = WIDGET / "RunAttributes.swift"
 UI_TESTS = HOME / "UITests"
 APP_SOURCES = [*sorted(APP.rglob("*.swift")), SHARED]
-VIEWS = sorted({*APP_SOURCES, *WIDGET.glob("*.swift")})
 
 
 def parse(text: str) -> dict:
-    """Parses a property list in the old style of Xcode's projects: {}, (), "…" and words."""
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     text = re.sub(r"^//.*$", "", text, flags=re.M)
     tokens = re.findall(r'"(?:[^"\\]|\\.)*"|[{}()=;,]|[^\s{}()=;,"]+', text)
@@ -139,9 +136,6 @@ def test_every_path_in_the_project_exists(objects: dict[str, dict]):
 
 
 def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
-    """Returns a target's build settings by configuration. The target's settings override the
-    project's.
-    """
     (project,) = of(objects, "PBXProject")
     found = {}
     for holder in (project, target):
@@ -152,9 +146,6 @@ def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
 
 
 def target_of(objects: dict[str, dict], kind: str) -> dict:
-    """Returns the project's only target of a kind: `application`, `app-extension` or
-    `ui-testing`.
-    """
     kinds = {t["productType"].replace(".", " ").split()[-1]: t for t in targets(objects)}
     return kinds[kind]
 
@@ -163,10 +154,6 @@ def targets(objects: dict[str, dict]) -> list[dict]:
     (project,) = of(objects, "PBXProject")
     assert len(project["targets"]) == len(of(objects, "PBXNativeTarget"))
     return [objects[each] for each in project["targets"]]
-
-
-def platforms(settings: dict[str, str]) -> set[str]:
-    return set(settings["SUPPORTED_PLATFORMS"].split())
 
 
 def test_what_comes_with_the_app_is_all_copied_into_it(objects: dict[str, dict]):
@@ -185,16 +172,6 @@ def app_text() -> str:
     return "\n".join(source.read_text(encoding="utf-8") for source in APP_SOURCES)
 
 
-def test_the_app_is_for_the_systems_and_the_swift_of_its_package(objects: dict[str, dict]):
-    manifest = (ROOT / "Package.swift").read_text(encoding="utf-8")
-    oldest = {name: f"{number}.0" for name, number in re.findall(r"\.(\w+)\(\.v(\d+)\)", manifest)}
-    (tools,) = re.findall(r"swift-tools-version: (\d+)", manifest)
-    for settings in settings_of(objects, target_of(objects, "application")).values():
-        assert settings["IPHONEOS_DEPLOYMENT_TARGET"] == oldest["iOS"]
-        assert settings["MACOSX_DEPLOYMENT_TARGET"] == oldest["macOS"]
-        assert settings["SWIFT_VERSION"].split(".")[0] == tools
-
-
 def test_the_tools_know_the_app_by_its_identifier(objects: dict[str, dict]):
     app = target_of(objects, "application")
     for settings in settings_of(objects, app).values():
@@ -208,66 +185,6 @@ def test_any_person_can_sign_the_app(objects: dict[str, dict]):
         for settings in settings_of(objects, target).values():
             assert "DEVELOPMENT_TEAM" not in settings, "a team is each person's own"
             assert "CODE_SIGN_ENTITLEMENTS" not in settings
-
-
-def test_the_widget_comes_in_the_app_on_phones_alone(objects: dict[str, dict]):
-    app, widget = target_of(objects, "application"), target_of(objects, "app-extension")
-    assert widget["packageProductDependencies"] == [], "a widget has some 30 MB"
-    apps, widgets = settings_of(objects, app), settings_of(objects, widget)
-    for name, settings in widgets.items():
-        assert platforms(settings) == platforms(apps[name]) - {"macosx"}
-        # The identifier of an extension must begin with its app's, and its version must be the
-        # app's.
-        whole = f"{apps[name]['PRODUCT_BUNDLE_IDENTIFIER']}."
-        assert settings["PRODUCT_BUNDLE_IDENTIFIER"].startswith(whole)
-        for version in ("MARKETING_VERSION", "CURRENT_PROJECT_VERSION"):
-            assert settings[version] == apps[name][version]
-    (embed,) = of(objects, "PBXCopyFilesBuildPhase")
-    (file,) = (objects[each] for each in embed["files"])
-    assert objects[file["fileRef"]] == objects[widget["productReference"]]
-    (dependency,) = (objects[each] for each in app["dependencies"])
-    assert objects[dependency["target"]] == widget
-    proxy = objects[dependency["targetProxy"]]
-    assert objects[proxy["remoteGlobalIDString"]] == widget
-    assert file["platformFilter"] == dependency["platformFilter"] == "ios"
-    assert embed in [objects[each] for each in app["buildPhases"]]
-
-
-def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, dict]):
-    """iOS matches data from the app to the widget by the name of the type."""
-    widget = target_of(objects, "app-extension")
-    (folder,) = (objects[each] for each in widget["fileSystemSynchronizedGroups"])
-    assert HOME / folder["path"] == WIDGET
-    exceptions = {
-        objects[objects[each]["target"]]["productType"]: objects[each]["membershipExceptions"]
-        for each in folder["exceptions"]
-    }
-    # If a target does not own the folder, its exceptions are the files that it includes.
-    assert exceptions[target_of(objects, "application")["productType"]] == [SHARED.name]
-    assert SHARED.name not in exceptions[widget["productType"]]
-
-
-def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str, dict]):
-    """No target depends on the UI test, so that a first build needs no team for it."""
-    app, test = target_of(objects, "application"), target_of(objects, "ui-testing")
-    (folder,) = (objects[each] for each in test["fileSystemSynchronizedGroups"])
-    assert HOME / folder["path"] == UI_TESTS and "exceptions" not in folder
-    (dependency,) = (objects[each] for each in test["dependencies"])
-    assert objects[dependency["target"]] == app
-    assert objects[objects[dependency["targetProxy"]]["remoteGlobalIDString"]] == app
-    (project,) = of(objects, "PBXProject")
-    attributes = {
-        objects[key]["name"]: value
-        for key, value in project["attributes"]["TargetAttributes"].items()
-    }
-    assert objects[attributes[test["name"]]["TestTargetID"]] == app
-    apps = settings_of(objects, app)
-    for name, settings in settings_of(objects, test).items():
-        assert settings["TEST_TARGET_NAME"] == app["name"]
-        # The scheme offers all destinations of the app, so the UI test must support all of them.
-        assert platforms(settings) == platforms(apps[name])
-    others = {each for other in targets(objects) if other != test for each in other["dependencies"]}
-    assert test not in [objects[objects[each]["target"]] for each in others]
 
 
 def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
@@ -295,27 +212,7 @@ def test_what_the_views_import_is_linked(objects: dict[str, dict]):
     assert not imports(sorted(WIDGET.glob("*.swift"))) & linked
 
 
-def test_the_scheme_runs_the_app_and_tests_its_screens(objects: dict[str, dict]):
-    scheme = ElementTree.parse(PROJECT / "xcshareddata/xcschemes/MeSPTrainer.xcscheme")
-    references = list(scheme.iter("BuildableReference"))
-    tests = list(scheme.find("TestAction").iter("BuildableReference"))
-    assert len(tests) == 1 and len(references) > 1
-    for reference in references:
-        target = objects[reference.get("BlueprintIdentifier")]
-        assert target == target_of(objects, "ui-testing" if reference in tests else "application")
-        assert target["name"] == reference.get("BlueprintName")
-        product = objects[target["productReference"]]
-        assert product["path"] == reference.get("BuildableName")
-        assert reference.get("ReferencedContainer") == f"container:{PROJECT.name}"
-    assert [each.get("skipped") for each in scheme.iter("TestableReference")] == ["NO"]
-    for action in ("LaunchAction", "TestAction"):
-        assert scheme.find(action).get("buildConfiguration") == "Release", "training is slow"
-
-
 def test_the_app_takes_the_files_that_it_says_it_takes():
-    """Info.plist declares the types of files that the app opens. It also gives a computer access to
-    the app's folder.
-    """
     info = plistlib.loads((APP / "Info.plist").read_bytes())
     assert info["UIFileSharingEnabled"] is True
     kinds = {
@@ -357,19 +254,6 @@ def test_info_plist_lets_the_app_reach_a_server_in_the_local_network():
         assert "processInfo.hostName" not in source.read_text(encoding="utf-8"), source.name
 
 
-def test_every_stand_in_says_what_it_was_read_from():
-    """In a stand-in, each group of declarations begins with the documentation page, the header or
-    the source file that it was read from. A group ends at an empty line.
-    """
-    for stand_in in (HERE / "stand_ins").glob("*.swift"):
-        text = stand_in.read_text(encoding="utf-8")
-        for group in text.split("\n\n"):
-            first = group.lstrip("\n").splitlines()[0]
-            if re.search(r"^(public|open|extension|@MainActor|@propertyWrapper)", group, re.M):
-                source = r"developer\.apple\.com/documentation/|\.h\b|github\.com/"
-                assert re.search(rf"^ *//.*({source})", first), f"{stand_in.name}: {first}"
-
-
 def test_a_view_has_its_file_importer_once():
     """A section has no file importer, because SwiftUI would import a file once for each of its
     rows."""
@@ -398,7 +282,6 @@ def used(patterns: dict[str, str]) -> set[str]:
     return {key for key, pattern in patterns.items() if re.search(pattern, text)}
 
 
-# APIs that the sandbox of a Mac permits only with an entitlement.
 ENTITLED = {
     "device.audio-input": r"\bAVAudio(?:Session|Engine)\b",
     "device.camera": r"\bAVCapture\w+",
@@ -485,21 +368,18 @@ def test_the_demo_bundle_that_comes_with_the_app_is_whole():
     bundle = Bundle(HOME / "Demo.mesp")
     bundle.verify()
     assert {"train", "valid"} <= set(bundle.manifest.data)
-    # The Train screen states what the data is about (`TrainingForm.lesson`).
     tokens = array("I", (bundle.path / "data" / "train.bin").read_bytes())
     text = Tokenizer.from_file(str(bundle.path / "tokenizer.json")).decode(list(tokens))
     assert text.count("Python") > 20 and "An assignment statement evaluates" in text
 
 
 class Compiler:
-    """Compiles for `system`, against the stand-ins in `modules`.
-
-    The output is SIL, because type-checking alone finds neither data races nor missing returns. A
-    copy of the sources is compiled, in which conditions such as `os(iOS)` have their values for
+    """The output is SIL, because type-checking alone finds neither data races nor missing returns.
+    A copy of the sources is compiled, in which conditions such as `os(iOS)` have their values for
     `system`.
     """
 
-    # The modules of the package. The app is outside of it, and sees only public declarations.
+    # The modules of the package.
     PACKAGE = {f"MeSP{part}" for part in PARTS} | {"engine"}
 
     def __init__(self, system: str, folder: Path) -> None:
@@ -518,10 +398,7 @@ class Compiler:
         return self.run(name, *command, *self.copies(name, *sources), version=version)
 
     def compile_what_differs(self, name: str, *sources: Path) -> subprocess.CompletedProcess:
-        """Compiles a module for import, and its files with conditions to SIL.
-
-        SwiftPM's own build checks the other files, which are the same for every system.
-        """
+        """SwiftPM's own build checks the other files, which are the same for every system."""
         copies = self.copies(name, *sources)
         command = ["-emit-module", "-whole-module-optimization", "-parse-as-library"]
         command += ["-Xfrontend", "-experimental-skip-all-function-bodies", "-emit-module-path"]
@@ -548,7 +425,6 @@ class Compiler:
             copy = folder / source.relative_to(source.anchor)
             copy.parent.mkdir(parents=True, exist_ok=True)
             text = re.sub(r"\b(?:os|targetEnvironment)\((\w+)\)", self.condition, text)
-            # Code for the newest Xcode is compiled too.
             newest = r"\bcompiler\(>=[\d.]+\)|\bcanImport\(\w+, _version: \d+\)"
             text = re.sub(newest, "true", text)
             copy.write_text(text, encoding="utf-8")
@@ -583,7 +459,6 @@ class Compiler:
         return modules | {"MeSPTrainer": APP_SOURCES}
 
 
-# Faults that must not compile, and the compiler's message for each.
 FAULTS = {
     "risks causing data races": (
         "final class Count { var value = 0 }\n"
@@ -618,11 +493,9 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
             done = compiler.compile_what_differs(name, *sources)
             assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
         compile("MeSPTrainer", *views)
-    # The examples are compiled as an app is, outside of the package.
     for example in library_examples(tmp_path):
         compile(example.stem, example)
     compile("Landing", short_example(tmp_path / "Landing.swift", CATALOGUE / "MeSP.md", 0))
-    compile("Moved", short_example(tmp_path / "Moved.swift", ROOT / "docs" / "migration.md", 1))
     compile("tutor", *sorted((HOME / "Example").glob("*.swift")))
     compile("BesideMLXSwiftLM", example_beside_mlx_swift_lm(tmp_path / "BesideMLXSwiftLM.swift"))
     if system == "macOS":
@@ -647,31 +520,7 @@ def test_the_ui_test_compiles(tmp_path: Path):
     assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
 
 
-def test_the_ui_test_looks_for_what_the_app_shows():
-    """Only Xcode runs the UI test. This test checks that the app has the texts of the UI test."""
-    (source,) = UI_TESTS.glob("*.swift")
-    text = source.read_text(encoding="utf-8")
-    views = "\n".join(view.read_text(encoding="utf-8") for view in APP_SOURCES)
-    sources = [*sorted((HOME / "AppModel").glob("*.swift")), HOME / "Bundle/MLXSupport.swift"]
-    model = "\n".join(source.read_text(encoding="utf-8") for source in sources)
-    bundles = {path.stem for path in HOME.glob("*.mesp")}
-    shown = {*literals(views), *literals(model), *bundles}
-    given = set(re.findall(r'\.accessibilityIdentifier\("([^"]+)"\)', views))
-
-    identifiers = set(re.findall(r'\.identified\("([^"]+)"\)', text))
-    labels = set(re.findall(r'(?:s|launched|show)(?:\[|\((?:at: )?)"([^"]+)"', text))
-    assert identifiers and labels
-    assert identifiers == given, "identifiers that nothing looks for, or that no view has"
-    assert labels - shown == set(), "no view says them"
-    for words in re.findall(r'\.saying\("([^"]+)"\)', text):
-        assert any(each.startswith(words) for each in shown), words
-    # Each tab has a screenshot.
-    tabs = set(re.findall(r'\.tabItem \{ Label\("(\w+)"', views))
-    assert tabs and tabs <= set(re.findall(r'as: "(\w+)"\)', text))
-
-
 CATALOGUE = HOME / "MeSP" / "MeSP.docc"
-# The pages of the catalogue that belong to no symbol.
 ARTICLES = [
     page for page in sorted(CATALOGUE.glob("*.md")) if "# ``" not in page.read_text("utf-8")
 ]
@@ -691,7 +540,6 @@ def library_examples(folder: Path) -> Iterator[Path]:
         yield source
 
 
-# Values that short examples use without declaring them.
 GIVEN = """import Foundation
 import MeSP
 
@@ -739,8 +587,6 @@ def test_the_examples_that_swift_tests_run_are_those_of_the_articles():
 
 
 def test_the_librarys_documentation_builds(symbol_graphs: Path, tmp_path: Path):
-    """DocC converts the documentation without warnings, for example without links that have no
-    target."""
     graphs = tmp_path / "graphs"
     graphs.mkdir()
     for graph in symbol_graphs.glob("MeSP[.@]*"):
@@ -788,7 +634,6 @@ def catalog(name: str) -> dict[str, dict]:
 
 
 def test_the_string_catalog_has_every_sentence_of_the_views():
-    """Literals that have a letter, and begin with a capital or contain a space, are sentences."""
     said = {
         text
         for view in [
@@ -812,33 +657,6 @@ def test_numbers_of_things_have_plural_forms():
         forms = catalogue[key]["localizations"]["en"]["variations"]["plural"]
         values = {form: each["stringUnit"]["value"] for form, each in forms.items()}
         assert values["other"] == key and values["one"] == re.sub(r"^(%lld \w+)s\b", r"\1", key)
-
-
-def test_every_row_can_be_reached_and_read():
-    """A control is a button, a deletable row has a menu, and only symbols have a signal colour."""
-    views = {view.name: view.read_text(encoding="utf-8") for view in VIEWS}
-    for name, text in views.items():
-        assert "onTapGesture" not in text, name
-        if ".onDelete" in text:
-            assert re.search(r"RowMenu\(|\.contextMenu", text), name
-        # Text in a signal colour would be hard to read.
-        for line in text.splitlines():
-            if re.search(r"foregroundStyle\(\.(orange|green|red)\)", line):
-                assert "Image(systemName:" in line, f"{name}: {line.strip()}"
-    # A number pad has no Return key, and in a field of several lines, Return begins a new line. So
-    # a view with either needs a key that ends the input.
-    endless = re.compile(r"^ +\.numberPad\(|axis: \.vertical", re.M)
-    typed = {name for name, text in views.items() if endless.search(text)}
-    assert typed
-    assert [name for name in typed if ".doneKey" not in views[name]] == [], "it cannot be ended"
-
-
-def test_the_documentation_names_what_the_screens_have():
-    text = (ROOT / "docs" / "app.md").read_text(encoding="utf-8")
-    screens = " ".join(text.split("## Screens\n")[1].split("\n## ")[0].split())
-    views = "\n".join(view.read_text(encoding="utf-8") for view in VIEWS)
-    named = set(re.findall(r"(?<!\*)\*([^*]+)\*(?!\*)", screens))
-    assert len(named) > 8 and named <= set(literals(views)), named - set(literals(views))
 
 
 def sentence_keys(sil: str) -> set[str]:
@@ -872,26 +690,4 @@ def assert_catalog_has(said: set[str]) -> None:
     listed = catalog("Sentences")
     assert said - set(listed) == set(), "add them to Sentences.xcstrings"
     assert set(listed) - said == set(), "nothing says them"
-    # Xcode does not find these keys in sources, and removes entries that are not marked manual.
     assert {entry["extractionState"] for entry in listed.values()} == {"manual"}
-
-
-def test_views_keep_to_the_systems_type_sizes_and_colors():
-    for view in VIEWS:
-        text = view.read_text(encoding="utf-8")
-        assert not re.search(r"\.system\(size|Font\.custom|\.frame\(height[^\n]*Text", text), (
-            view.name
-        )
-        assert not re.search(r"Color\((red|white|hue)|\.white\b|colorScheme\(", text), view.name
-        # Only the screen of a run may be black, for the night. Its text is gray.
-        assert view.name == "RunView.swift" or ".black" not in text, view.name
-
-
-def test_views_say_what_their_symbols_mean():
-    """VoiceOver has no words for a symbol: an Image has a label, or is hidden from VoiceOver."""
-    for view in VIEWS:
-        for line in view.read_text(encoding="utf-8").splitlines():
-            if "Image(systemName:" in line:
-                assert re.search("accessibility(Label|Hidden)", line), (
-                    f"{view.name}: {line.strip()}"
-                )

@@ -1,5 +1,3 @@
-"""Tests the example program of the library MeSP (Example/)."""
-
 import re
 import subprocess
 from pathlib import Path

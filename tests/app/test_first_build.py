@@ -1,6 +1,4 @@
-"""Checks the Swift packages of a first build in Xcode, without a Mac.
-
-package_releases.json records facts about the packages' releases, for example the commit and the
+"""package_releases.json records facts about the packages' releases, for example the commit and the
 tools version.
 """
 
@@ -17,11 +15,9 @@ from helpers.paths import ROOT
 HOME = ROOT / "ios" / "MeSPTrainer"
 PROJECT = HOME / "MeSPTrainer.xcodeproj"
 RESOLVED = PROJECT / "project.xcworkspace" / "xcshareddata" / "swiftpm" / "Package.resolved"
-WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 RECORD = json.loads((Path(__file__).parent / "package_releases.json").read_text())
 PACKAGES = RECORD["packages"]
 OLDEST = RECORD["oldest_xcode"]
-APP_PAGE = (ROOT / "docs" / "app.md").read_text(encoding="utf-8")
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -29,7 +25,6 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def manifest(folder: Path, wheel: str | None) -> dict:
-    """Returns Package.swift as SwiftPM reads it, with MESP_HOST_MLX set to `wheel`, or not set."""
     environment = {name: value for name, value in os.environ.items() if name != "MESP_HOST_MLX"}
     if wheel:
         environment["MESP_HOST_MLX"] = wheel
@@ -44,10 +39,8 @@ def app_manifest(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 @pytest.fixture(scope="module")
 def ranges(app_manifest: dict) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Returns the accepted range of each package: the first version in it, and the first after it.
-
-    All requirements are ranges of versions, because SwiftPM refuses to use a released package that
-    requires a commit of another package.
+    """All requirements are ranges of versions, because SwiftPM refuses to use a released package
+    that requires a commit of another package.
     """
     found = {}
     for dependency in app_manifest["dependencies"]:
@@ -139,16 +132,6 @@ def test_the_oldest_xcode_builds_the_pins_without_trust_in_a_plug_in(releases: d
     for manifest in (ROOT / path for path in own):
         tools = re.match(r"// swift-tools-version: (\S+)", manifest.read_text(encoding="utf-8"))
         assert version(tools[1]) <= swift
-
-
-def test_page_and_workflow_say_what_a_first_build_needs():
-    page = " ".join(APP_PAGE.split())
-    assert f"Xcode {OLDEST} or newer" in page
-    workflow = WORKFLOW.read_text(encoding="utf-8")
-    assert f"/Applications/Xcode_{OLDEST}.app" in workflow
-    # The page must name every component that the job installs.
-    (installed,) = re.findall(r"- run: (xcodebuild -downloadComponent \w+)", workflow)
-    assert installed in page
 
 
 def test_git_keeps_the_projects_pins_and_not_those_of_the_command_line():

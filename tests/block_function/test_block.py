@@ -1,5 +1,3 @@
-"""Compares the exported block function with mlx-lm's block on the same quantized weights."""
-
 import io
 import re
 import struct
@@ -71,7 +69,6 @@ MODELS |= {
     "mxfp8": (GROUPS, lambda _: Quantization(8, 32, "mxfp8")),
     "nvfp4": (FAMILIES["phi3"], lambda _: Quantization(4, 16, "nvfp4")),
 }
-# One block of each kind in each model.
 BLOCKS = [
     pytest.param(name, layer, id=f"{name} {layer}" if layer else name)
     for name, (config, _) in MODELS.items()
@@ -94,8 +91,6 @@ class Spy(nn.Module):
 
 
 class Case:
-    """A block of mlx-lm with LoRA layers, and its weights as arrays of the block function."""
-
     def __init__(self, name: str, layer: int = 0, rank: int = 4, lora: bool = True):
         config, quantization = MODELS[name]
         self.arch = Architecture.from_config(config)
@@ -115,7 +110,7 @@ class Case:
             self.replace(name, adapted)
             flat += [adapted.lora_a.flatten(), adapted.lora_b.flatten()]
         self.lora = mx.concatenate(flat)
-        self.given: dict[int, dict] = {}  # the block's other inputs besides x, by x's length
+        self.given: dict[int, dict] = {}
 
     def beside(self, length: int) -> dict:
         return self.given.setdefault(length, given_to(self.described, length))
@@ -137,7 +132,6 @@ class Case:
         setattr(parent, last, module)
 
     def run(self, x: mx.array) -> mx.array:
-        """Returns the output of mlx-lm's block, with Hugging Face's attention window."""
         return run_layer(self.block, x, self.described, **self.beside(x.shape[1]))
 
     def expected(self, x: mx.array) -> list[mx.array]:
@@ -233,8 +227,7 @@ def test_equals_mlx_lm(tmp_path, name, layer, seq_len):
 @pytest.mark.parametrize("length", [63, 64, 65, 200])
 @pytest.mark.parametrize(("heads", "sizes"), [((2, 2), (8, 16)), ((1, 3), (16, 8))])
 def test_the_delta_rule_equals_the_reference(heads, sizes, length):
-    """The lengths include those next to the chunk size of 64. Some decays are near 0, and some
-    near 1."""
+    """The lengths include those next to the chunk size of 64."""
     (Hk, Hv), (dk, dv) = heads, sizes
     q, k = (mx.random.normal((Hk, length, dk)) * dk**-0.5 for _ in range(2))
     log_g = -mx.exp(3 * mx.random.normal((Hv, length)) - 2)
@@ -246,8 +239,6 @@ def test_the_delta_rule_equals_the_reference(heads, sizes, length):
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 1)])
 def test_the_state_space_equals_the_reference(heads, groups, length):
-    """The lengths include those next to the chunk size of 64. Some decays are near 0, and some
-    near 1."""
     x, D = mx.random.normal((heads, length, 8)), mx.random.normal((heads,))
     A = -mx.exp(3 * mx.random.normal((heads,)) - 2)
     dt = mx.random.uniform(shape=(heads, length))
@@ -333,8 +324,7 @@ def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
     assert relative_error(a, b) <= TOLERANCE
 
 
-# "fused" has fused attention. "tiled" has sizes that cut these small shapes into many tiles. "one
-# tile" has the default sizes.
+# "fused" has fused attention. "tiled" has sizes that cut these small shapes into many tiles.
 @pytest.mark.parametrize("how", ["fused", "tiled", "one tile"])
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
 def test_the_gpu_function_computes_the_same(monkeypatch, name, layer, how):
@@ -412,8 +402,7 @@ def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatc
     """MLX makes fused primitives only on a GPU. On the CPU, `mx.fast` is traced as plain
     operations.
 
-    The test puts a primitive in place of each call of `mx.fast`. The rest of the graph must be the
-    CPU's graph without the plain operations of these calls.
+    The test puts a primitive in place of each call of `mx.fast`.
     """
     case, plain = Case(name), Counter()
     monkeypatch.setattr(attention, "FUSED_HEADS", (case.described.mixer.head_dim,))
@@ -457,7 +446,6 @@ GPU_BLOCKS |= {"output gate": {**FAMILIES["qwen3_5"], "full_attention_interval":
 
 
 def gpu_block(name: str, dtype: str, fast: ModuleType) -> tuple:
-    """Returns the GPU's function for the first block, the block, and the layout of its file."""
     arch = Architecture.from_config(GPU_BLOCKS[name])
     block = arch.blocks[0]
     layout = block_layout(block, dict.fromkeys(block.modules, Quantization(4, 32)), dtype)
@@ -473,8 +461,6 @@ def gpu_inputs(
 
 
 def trace(function: BlockFunction, *inputs: mx.array) -> list:
-    """Returns the parts of MLX's trace of a call, for example the primitives with their
-    arguments."""
     found = []
 
     def callback(part: dict) -> None:
@@ -487,7 +473,6 @@ def trace(function: BlockFunction, *inputs: mx.array) -> list:
 
 
 def flat(arguments: Iterable) -> list:
-    """Returns a primitive's arguments as a flat list of numbers."""
     numbers = []
     for value in arguments:
         if isinstance(value, mx.Dtype):
@@ -501,9 +486,7 @@ def flat(arguments: Iterable) -> list:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", GPU_BLOCKS)
 def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, packed):
-    """A file for the GPU that is converted for the CPU and back has equal bytes. Its primitives are
-    those of the trace.
-    """
+    """A file for the GPU that is converted for the CPU and back has equal bytes."""
     function, block, layout = gpu_block(name, dtype, fused)
     lengths = [5, 12]
     path = tmp_path / "block.mlxfn"
@@ -577,7 +560,7 @@ def test_every_code_is_unpacked(bits):
 
 
 def test_every_small_float_is_exact():
-    """All values of E4M3 except NaN equal MLX's. The 16 values of E2M1 are exact."""
+    """All values of E4M3 except NaN equal MLX's."""
     codes = mx.arange(256, dtype=mx.uint8)
     values = mx.from_fp8(codes, dtype=mx.float32)
     is_nan = codes % 128 == 127
@@ -608,7 +591,7 @@ def test_one_file_serves_several_lengths_and_ranks(tmp_path):
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
 def test_a_function_converts_what_is_stored(tmp_path, name, layer, stored):
     """The plain function on stored arrays of any dtype equals the function of the same numbers in
-    float32. The function in bfloat16 is near it, and reads and returns bfloat16.
+    float32.
     """
     case = Case(name, layer)
     quantizations = {module: MODELS[name][1](module) for module in case.described.modules}

@@ -1,5 +1,3 @@
-"""Tests that `check_functions` refuses files that make MLX access memory outside of arrays."""
-
 from __future__ import annotations
 
 import hashlib
@@ -60,7 +58,6 @@ def test_other_primitives_are_refused(tmp_path, primitive, function):
 
 
 def test_source_for_a_gpu_is_refused():
-    """A `CustomKernel` holds source code for a GPU, so it is refused before its state is read."""
     file = mlxfn.one_primitive("Softmax", (False,), [mx.zeros(4)], (4,), mx.float32)
     file = replaced(file, *(struct.pack("<Q", len(n)) + n for n in (b"Softmax", b"CustomKernel")))
     with pytest.raises(ValueError, match="the primitive 'CustomKernel' is not supported"):
@@ -98,7 +95,6 @@ def test_a_file_that_lies_is_refused(tmp_path, function, old, new, said):
 def one(
     name: str, state: bytes, shape_in: tuple, shape_out: tuple, dtype: bytes = FLOAT32
 ) -> bytes:
-    """Returns a function file for the CPU with one primitive, whose input is one float32 array."""
     ids = struct.pack("<QQ", 1, 0), struct.pack("<QQ", 1, 1)
     array = shape(*shape_in) + FLOAT32
     name_bytes = struct.pack("<Q", len(name)) + name.encode()
@@ -153,7 +149,7 @@ def test_primitives_of_a_gpu_are_refused_on_a_cpu():
     ("heads", "length", "size"), [(2, 9, 192), (2, 9, 256), (2, 8, 80), (8, 8, 64)]
 )
 def test_attention_without_a_kernel_is_refused(heads, length, size):
-    """Attention is refused if Metal has no kernel for it. Keys and values have one head here."""
+    """Attention is refused if Metal has no kernel for it."""
 
     def file(heads: int, length: int, size: int) -> bytes:
         arrays = [mx.zeros((1, each, length, size)) for each in (heads, 1, 1)]
@@ -193,7 +189,6 @@ def test_a_function_of_a_bundle_is_checked_before_mlx_reads_it(tiny, tmp_path):
 
 
 def exchanged(outputs: list[mx.array]) -> list[mx.array]:
-    """Returns the outputs with gate in place of attn_out. The two have different shapes."""
     return [*outputs[:5], outputs[7], *outputs[6:]]
 
 

@@ -1,5 +1,3 @@
-"""Tests of bundles that the command mesp-export writes."""
-
 import json
 import shutil
 from pathlib import Path
@@ -70,7 +68,6 @@ def test_summary_and_manifest(tiny, text):
 def test_sources_of_one_model_give_one_bundle():
     tensors = {k: v.astype(mx.bfloat16) for k, v in random_tensors(TINY).items()}
     halves = {k: v.astype(mx.float16).astype(mx.bfloat16) for k, v in tensors.items()}
-    # values that float16 and bfloat16 can both hold
     tensors = {k: mx.where(halves[k] == v, v, 0) for k, v in tensors.items()}
     wide = {k: v.astype(mx.float32) for k, v in tensors.items()}
     sources = {

@@ -1,5 +1,3 @@
-"""Tests that a model's licence, notices and rules of use accompany its bundle."""
-
 import os
 import shutil
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Tests rewriting a bundle with `mesp-export --from`."""
-
 import errno
 import json
 import os
@@ -23,9 +21,7 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def renumbered(file: bytes, monkeypatch) -> bytes:
-    """Returns the file of a function with its array ids numbered in order. The ids in the file are
-    addresses, which differ from trace to trace.
-    """
+    """The ids in the file are addresses, which differ from trace to trace."""
     places: list[int] = []
 
     class Reader(mlxfn._Reader):
@@ -130,7 +126,6 @@ def edit(bundle: Path, **changes: object) -> None:
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
 def test_a_bundle_of_format_6_is_written_again_with_its_weights_and_data(old, device, dtype):
-    """In format 6, a bundle for a CPU has only plain functions."""
     sound = content(old)
     blocks = json.loads((old / "manifest.json").read_text())["blocks"]
     if device == "cpu":

@@ -1,5 +1,3 @@
-"""Tests of the tokenizer in a bundle."""
-
 import base64
 import json
 import shutil
@@ -86,7 +84,6 @@ def test_a_tekken_vocabulary_is_converted_or_refused():
 
 
 def test_a_vocabulary_that_is_missing_is_named():
-    """tokenizer.model is missing, and no other file has the vocabulary."""
     folder = model(LLAMA)
     Path("text.txt").write_text(TEXT)
     for data in ((), ("--data", "text.txt")):

@@ -1,5 +1,3 @@
-"""Tests of bundles without block functions, as programs other than mesp-export may write them."""
-
 import json
 import sys
 from dataclasses import replace

@@ -1,6 +1,3 @@
-"""Tests that an export writes a whole bundle or none, also if it is interrupted or killed, or if
-the disk is full."""
-
 import errno
 import json
 import resource
@@ -37,14 +34,13 @@ def test_failed_overwrite_keeps_the_old_bundle(tiny):
 
 
 def test_killed_export_leaves_no_bundle(tiny):
-    """The next export removes the files of a killed export."""
     config = {**TINY, "vocab_size": 400_000}
     Path("large").mkdir()
     Path("large/config.json").write_text(json.dumps(config))
     command = ["--model", "large", "--random-weights", "--seq-len", "8", "--out", "out.mesp"]
     process = subprocess.Popen([COMMAND, *command])
     wait_for(Path(".out.mesp.partial/embedding.bin").exists, process)
-    process.send_signal(signal.SIGSTOP)  # stops the export while it writes
+    process.send_signal(signal.SIGSTOP)
     assert "Another mesp-export is writing" in refused("--model", tiny, "--out", "out.mesp")
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -70,7 +66,6 @@ def test_disk_without_room(tiny, monkeypatch):
 
 @pytest.mark.parametrize("limit", [50_000, 8_000])
 def test_disk_that_becomes_full(tiny, limit):
-    """A limit on the size of files imitates a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))

@@ -1,7 +1,3 @@
-"""Tests of `mesp check`: a bundle's files, the engine's checks, and the comparison with the source
-model.
-"""
-
 import json
 import shutil
 import sys
@@ -22,7 +18,6 @@ from mesp.engine.build import find_engine
 
 
 def engine_that_finds(folder: Path, **verdicts: str) -> dict[str, str]:
-    """Returns an environment whose engine prints these verdicts."""
     found = [{"type": "start"}]
     for name, verdict in verdicts.items():
         found.append({"type": "check", "name": name, "verdict": verdict, "sentence": "It says so."})
@@ -159,7 +154,7 @@ def test_a_source_runs_no_code(tmp_path: Path):
 def test_a_source_that_mlx_lm_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = write_model(tmp_path / "model", FAMILIES["lfm3"])
     bundle = export(model)
-    monkeypatch.delitem(sys.modules, "mlx_lm.models.lfm3")  # added by tests/helpers/models.py
+    monkeypatch.delitem(sys.modules, "mlx_lm.models.lfm3")
     said = refused(invoke(main, "mesp", "check", bundle, "--source", model))
     assert "mlx-lm cannot load model" in said
 

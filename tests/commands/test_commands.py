@@ -1,5 +1,3 @@
-"""Tests of `mesp COMMAND`: the commands under one name, and shell completion."""
-
 import subprocess
 import sys
 from pathlib import Path
@@ -74,7 +72,6 @@ def test_the_version_is_said():
     ],
 )
 def test_a_shell_completes(typed: str, offered: list[str]):
-    """click gets bash's input: the words so far, and the index of the incomplete word."""
     asked = {"_MESP_COMPLETE": "bash_complete", "COMP_WORDS": typed}
     asked["COMP_CWORD"] = str(len(typed.split(" ")) - 1)
     lines = invoke(main, "mesp", env=asked).stdout.splitlines()

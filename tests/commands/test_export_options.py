@@ -1,5 +1,3 @@
-"""Tests of options and data that `mesp export` refuses."""
-
 from pathlib import Path
 
 import pytest

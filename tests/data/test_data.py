@@ -1,6 +1,3 @@
-"""Tests of the data that `mesp export` reads, in part against mlx-lm's datasets, and of `mesp
-data`."""
-
 import json
 import os
 import shutil
@@ -211,8 +208,6 @@ def test_pieces_add_up():
     assert all(a.endswith("\n") and not b[:2].isspace() for a, b in pairwise(pieces))
 
 
-# Records
-
 # A template like Qwen2.5's, with tools, tool calls, and a generation prompt.
 TEMPLATE = """{% if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}
 {% endif %}{% for m in messages %}{% if m.role == "owner" %}{{ raise_exception("No owners.") }}\
@@ -279,7 +274,6 @@ def ends_with_an_answer(record: dict) -> bool:
 
 
 def examples(split: Split) -> list[tuple[list[int], int]]:
-    """Returns the ids of each example and the number of its masked ids, as mlx-lm's datasets do."""
     found = []
     for start, length in split.examples.tolist():
         mask = np.ones(length) if split.mask is None else split.mask[start : start + length]
@@ -378,7 +372,6 @@ def test_another_part_is_held_out_or_none(chat_tokenizer, tokenizer, text, tmp_p
     assert [*load(tmp_path / "short.txt", tokenizer, 30, hold_out=0)] == ["train"]
     with pytest.raises(MespError, match=r"`hold_out` is 0 or more and below 1, and not 1\.5"):
         load(text, tokenizer, hold_out=1.5)
-    # If the folder has held-out data, hold_out moves no records.
     folder = tmp_path / "folder"
     folder.mkdir()
     for name in ("train.jsonl", "dev.jsonl"):
@@ -404,7 +397,6 @@ def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
     longer = [(ids, prompt) for ids, prompt in whole if len(ids) > seq_len + 1]
 
     def targets(ids: list[int], prompt: int) -> list[tuple[int, int]]:
-        """Returns each target in the loss with the token before it."""
         return [(ids[i - 1], ids[i]) for i in range(max(prompt, 1), len(ids))]
 
     if long == "cut":
@@ -439,7 +431,6 @@ def test_empty_records_are_left_out_and_counted(chat_tokenizer, tmp_path, caplog
 
 
 def test_records_with_control_tokens_in_a_text_are_counted(chat_tokenizer, tmp_path, caplog):
-    """A control token that ends an answer is not counted, because it is intended."""
     end = chat_tokenizer.eos_token
     texts = [f"a{end}b", "a", f"c {end} d"]
     records = [{"prompt": text, "completion": f"yes{end}"} for text in texts for _ in range(2)]
@@ -487,9 +478,7 @@ def test_a_text_file_has_no_examples(tokenizer, text):
 
 
 def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
-    """The loss of a batch is mlx-lm's mean over the targets that count. The test computes this mean
-    from single examples without padding.
-    """
+    """The loss of a batch is mlx-lm's mean over the targets that count."""
     seq_len, records = 40, [*filter(ends_with_an_answer, RECORDS["chat"])]
     for name in ("train.jsonl", "valid.jsonl"):
         write_records(tmp_path / name, records)
@@ -530,18 +519,13 @@ def test_step_example_takes_each_that_has_a_target_once_an_epoch():
     for (start, _), prompt in prompts.items():
         mask[start : start + prompt] = 0
     taken = [reference.step_example(step, 3, list(prompts), mask, 16) for step in range(5)]
-    # Cut to 17 tokens, the third record has only its prompt.
     assert sorted(taken) == [(0, 9), (9, 17), (89, 2), (91, 17), (108, 17)]
     order = [reference.step_window(step, 3, 5) for step in range(5)]
     assert taken == [sorted(taken)[window] for window in order]
 
 
-# mesp data
-
-
 @pytest.fixture(scope="module")
 def exported(tiny, tmp_path_factory) -> Path:
-    """Returns a bundle of the tiny model with a chat template. Tests must not change it."""
     folder = tmp_path_factory.mktemp("data")
     shutil.copytree(tiny, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
@@ -753,15 +737,11 @@ def test_a_full_disk_keeps_the_old_data(bundle, monkeypatch):
 
 @pytest.mark.slow
 def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
-    """The test kills one process at the beginning of `replace_data`, and one after each change of a
-    file or folder.
-    """
     old = assert_whole(bundle)
     new = make_random_data(VOCABULARY, 24, 0)
     original = files(bundle)
     modules = ("bundle.data_files", "folders", "bundle.manifest")
     sources = [sys.modules[f"mesp.{name}"].__file__ for name in modules]
-    # These functions change no file, and are not traced.
     reading = {"of", "to_json", "fits", "_is_line", "_is_split", "sizes", "<genexpr>", "<listcomp>"}
 
     def state() -> list[tuple]:
@@ -803,9 +783,6 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
     assert_same(assert_whole(bundle), new)
     manifest = json.loads((bundle / "manifest.json").read_text())
     assert {*files(bundle)} == {file["path"] for file in manifest["files"]} | {"manifest.json"}
-
-
-# Records that are refused, tables, and ends of answers
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,3 @@
-"""Tests of datasets in the form of the Hugging Face Hub: parquet files, subsets, splits, and
-columns of other names.
-"""
-
 import builtins
 import json
 from dataclasses import field, make_dataclass
@@ -45,7 +41,6 @@ def write(path: Path, records: list[dict]) -> Path:
 
 @pytest.fixture(autouse=True)
 def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the datasets library a separate cache, and no network."""
     from datasets import config
 
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -97,9 +92,7 @@ def test_splits_by_the_names_that_they_have(tmp_path, name):
 
 
 def test_a_file_and_what_is_null_in_it(tmp_path):
-    """Parquet stores null for the tool calls of a message without any. The records are still read
-    as from a file of JSON lines.
-    """
+    """Parquet stores null for the tool calls of a message without any."""
     call = [{"function": {"name": "f", "arguments": "{}"}}]
     messages = [
         [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": call}],

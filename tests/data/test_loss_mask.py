@@ -1,7 +1,5 @@
-"""Tests which tokens of a conversation MeSP takes for answers.
-
-Each template has one variant with TRL's `{% generation %}` marks, and one without them. The marks
-give the expected answers. Without the marks, MeSP must find the same answers.
+"""Each template has one variant with TRL's `{% generation %}` marks, and one without them. The
+marks give the expected answers. Without the marks, MeSP must find the same answers.
 """
 
 from itertools import pairwise
@@ -99,7 +97,6 @@ def encode_answers(tokenizer, messages: list[dict], tools: list | None):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Returns the demo model's tokenizer with the templates' special tokens."""
     tokenizer = load_tokenizer(DEMO_MODEL)
     tokenizer._tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer._tokenizer.bos_token = "<|endoftext|>"
@@ -122,7 +119,6 @@ def test_answers_are_those_that_trl_takes(tokenizer, template, name):
     found = encode(tokenizer, TEMPLATES[template], name, marked=False)
     assert any(found[1]) and not all(found[1])
     assert found == marked
-    # With --split-special-tokens, texts without special tokens have the same ids and mask.
     tools = TOOLS if "tools" in name else None
     conversation = Conversation(messages_of(CONVERSATIONS[name]), tools=tools)
     split = encode_conversation(tokenizer, conversation, "answers", split_special=True)
@@ -142,12 +138,10 @@ def test_each_answer_counts_with_its_end(tokenizer):
     )
     assert counted(tokenizer, QWEN, "tools") == call + "Paris.<|im_end|>\nc<|im_end|>\n"
     assert counted(tokenizer, PHI, "same") == "a<|end|>\na<|end|>\n<|endoftext|>"
-    # The template writes only the last answer's thoughts.
     text = "b<|im_end|>\n<think>\nso\n</think>\n\nd<|im_end|>\n"
     assert counted(tokenizer, QWEN3, "thoughts") == text
 
 
-# This template reverses the content of each message except the last.
 REVERSED = CHATML.replace("m.content +", "(m.content if loop.last else m.content | reverse) +")
 UNMARKED = (
     "{% for m in messages %}{{ m.content + '\\n' if loop.last else m.content + ' ' }}{% endfor %}"
@@ -162,7 +156,6 @@ UNMARKED = (
             [user("ab"), assistant("cd"), user("ab"), assistant("cd")],
             "leaves out the content of message 1",
         ),
-        # The answer's text contains the token that ends an answer.
         (
             CHATML,
             [user("a"), assistant("b<|im_end|>\nb"), user("c"), assistant("d")],
@@ -187,8 +180,6 @@ def test_the_demo_model_takes_conversations():
     text = tokenizer.decode([each for each, counts in zip(ids, mask, strict=True) if counts])
     assert text == " b b<|endoftext|>\n  d\n<|endoftext|>\n f<|endoftext|>\n"
 
-
-# Further templates
 
 PLAIN = CHATML.replace("⟦", "").replace("⟧", "")
 WEATHER = [{"type": "function", "function": {"name": "weather", "arguments": {"day": 3}}}]
@@ -262,7 +253,6 @@ CALLS_BY_NAME = PLAIN.replace(
     "{{- m.content }}{%- for c in m.tool_calls or [] %}{{- c.function.name }}{%- endfor %}"
     "{{- '<|im_end|>\\n' }}\n{%- else",
 )
-# Like Qwen's, this template looks for a thought in the content.
 THOUGHTS_TAKEN_OUT = PLAIN.replace(
     "{%- if m.role == 'assistant' %}{{- m.content +",
     "{%- if m.role == 'assistant' %}{{- m.content.split('</think>')[0].split('<think>')[-1] +"
@@ -300,7 +290,6 @@ def test_tools_that_a_template_leaves_out_are_refused(tokenizer):
     assert encoded(tokenizer, QWEN.replace("⟦", "").replace("⟧", ""), record).mask.any()
 
 
-# This template writes a call as Python does, with the argument in single quotes.
 IN_PYTHON = CALLS_BY_NAME.replace(
     "c.function.name }}",
     """c.function.name + "('" }}{{- c.function.arguments.of | replace("'", "\\\\'") }}"""
@@ -354,7 +343,7 @@ MARKED = CHATML.replace(
 
 def test_marked_answers_that_touch_are_two(tokenizer):
     """These marks include the header of an answer, so there is no text between two marked answers
-    in a row. They are still two answers.
+    in a row.
     """
     said = [user("a"), assistant("b"), assistant("c", weight=0), user("d"), assistant("e")]
     answer = "<|im_start|>assistant\n{}<|im_end|>\n"
@@ -442,7 +431,6 @@ def test_options_of_the_template_are_taken(tokenizer):
     assert tokenizer.decode(encoded(tokenizer, template, record).ids).startswith("<|im_start|>!")
 
 
-# A template that writes an answer differently if it is the last message.
 CHANGES_ITS_MIND = PLAIN.replace(
     "{%- if m.role == 'assistant' %}{{- m.content +",
     "{%- if m.role == 'assistant' %}{{- ('<think></think>' if loop.last else '') + m.content +",

@@ -1,5 +1,3 @@
-"""Tests the encoding of preference data against TRL, and training on such data."""
-
 from __future__ import annotations
 
 import json
@@ -48,17 +46,11 @@ def load(path: Path, records: list[dict], tokenizer, seq_len: int = 64, **option
 
 
 def rows(split) -> list[tuple[list[int], list[int], int]]:
-    """Returns three values for each answer: the ids of the prompt and the answer, the ids of the
-    answer, and the label.
-    """
     found = []
     for (start, length), label in zip(split.examples.tolist(), split.labels.tolist(), strict=True):
         ids, mask = split.tokens[start : start + length], split.mask[start : start + length]
         found.append((ids.tolist(), ids[mask == 1].tolist(), label))
     return found
-
-
-# Records to tokens.
 
 
 def test_a_pair_is_two_answers_with_the_end_of_text(tokenizer, tmp_path):
@@ -89,7 +81,6 @@ def test_one_model_is_taught_one_form(tokenizer, tmp_path, chat):
         first = rows(load(tmp_path, records, tokenizer, chat=chat)["train"])[0]
         assert first[0][: len(ids)] == ids
         assert first[1][: len(counted)] == counted
-    # The prompt of generation and evaluation.
     prompt = encode_prompt(tokenizer, asked, chat)
     assert ids[: len(prompt)] == prompt and not mask[: len(prompt)].any()
     assert ("assistant:" in tokenizer.decode(ids)) == (chat is not False)
@@ -156,9 +147,7 @@ def test_messages_go_through_the_template(tokenizer, tmp_path):
 
 
 def test_a_pair_of_texts_without_a_prompt_begins_alike(tokenizer, tmp_path):
-    """Without a prompt, the common beginning of both texts is the prompt. Prompt and answers are
-    joined without the chat template.
-    """
+    """Without a prompt, the common beginning of both texts is the prompt."""
     whole = {"chosen": "The dog is lazy.", "rejected": "The dog jumps over the fox."}
     assert rows(load(tmp_path, [whole] * 2, tokenizer)["train"]) == rows(
         load(tmp_path, [PAIR] * 2, tokenizer, chat=False)["train"]
@@ -206,8 +195,6 @@ def test_answers_are_one_a_sequence_and_alone_in_the_loss(tokenizer, tmp_path, o
         load(tmp_path, [PAIR] * 2, tokenizer, **options)
 
 
-# Training.
-
 SEQ_LEN, RANK = 24, 4
 # DPO runs for more steps than the other losses, so that small errors of a step add up.
 STEPS = {"dpo": 40, "ipo": 10, "simpo": 10, "orpo": 10, "kto": 10}
@@ -249,7 +236,7 @@ def independent(bundle: Path, objective: str, steps: int) -> list[float]:
     """Returns the losses of training by TRL's formulas.
 
     The training uses mlx-lm's model with LoRA, `mlx.nn.value_and_grad`, and the SGD of
-    `mlx.optimizers`. A batch has two pairs, or for kto two answers.
+    `mlx.optimizers`.
     """
     opened = Bundle(bundle)
     arch, model = opened.architecture, opened.to_mlx_lm()
@@ -287,7 +274,6 @@ def independent(bundle: Path, objective: str, steps: int) -> list[float]:
         [mismatched(sequences[i], sequences[j]) for i, j in zip(b, b[-1:] + b[:-1], strict=True)]
         for b in batches
     ]
-    # The reference is the model before the first step.
     first = [of_batch([sequences[i] for i in batch]) for batch in batches]
     first_others = [of_batch(each) for each in others] if objective == "kto" else []
     mx.eval(first, first_others)

@@ -1,6 +1,4 @@
-"""Tests that nothing of a record is lost in silence.
-
-Hypothesis generates records of every kind, with columns and keys that nothing reads, nulls, and
+"""Hypothesis generates records of every kind, with columns and keys that nothing reads, nulls, and
 parts that a template may leave out. Each string has words of its own, so a test finds it.
 """
 
@@ -45,7 +43,6 @@ TEMPLATE = """\
 {{- '<|im_end|>\\n' }}⟧{%- else %}{{- m.content + '<|im_end|>\\n' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-# The same, where a tool's result comes within the model's turn, as in Gemma 4's template.
 WITHIN = """\
 {%- set ns = namespace(open=false) %}
 {%- for t in tools or [] %}{{- t | tojson + '\\n' }}{%- endfor %}
@@ -167,9 +164,6 @@ def records(draw: Any) -> dict[str, Any]:
 
 
 def words_by_name(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yields each word of a record, with the name of the innermost column or key that has it and
-    that a record or a message can have.
-    """
     if isinstance(value, dict):
         for key, each in value.items():
             yield from words_by_name(each, name if re.fullmatch(r"[ka]\d", key) else key)
@@ -194,7 +188,6 @@ def as_messages(role: str, said: Any) -> list[dict[str, Any]]:
 
 
 def conversations(record: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Returns the conversations of a record, with an answer each."""
     if "messages" in record:
         return [as_messages("", record["messages"])]
     asked = record.get("prompt", record.get("question", record.get("instruction")))
@@ -234,7 +227,7 @@ def test_every_string_is_read_or_refused_or_never_content(tmp_path_factory, capl
         ignored = tuple(error.message.rpartition("--ignore ")[2].rstrip(".").split(","))
         assert all(f'"{name}"' in error.message and name not in KEYS for name in ignored)
         caplog.clear()
-        split = loaded(*ignored)  # one option is enough
+        split = loaded(*ignored)
     whole = tokenizer.decode(split.tokens)
     for word, name in words_by_name(record):
         if word not in whole:
@@ -255,13 +248,10 @@ def test_every_string_is_read_or_refused_or_never_content(tmp_path_factory, capl
     assert found == [(each["input_ids"], each["assistant_masks"]) for each in expected]
 
 
-# Single cases
-
 CHAT, CHAT_MARKED = MODELS[0]
 
 
 def shown(split: Any, tokenizer: Any) -> list[str]:
-    """Returns each example, with ⟦ and ⟧ around the part in the loss."""
     found = []
     for start, length in split.examples.tolist():
         text, was = "", 0

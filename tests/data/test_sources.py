@@ -1,5 +1,3 @@
-"""Tests of files and folders of data: how each is read, and which are refused by name."""
-
 import csv
 import gzip
 import io
@@ -63,9 +61,6 @@ def refused(path: Path, **selection: object) -> str:
         read(path, **selection)
     assert "\n" not in caught.value.message and caught.value.message.endswith(".")
     return caught.value.message
-
-
-# Kinds of files
 
 
 @pytest.mark.parametrize("packed", ["", ".gz", ".GZ"])
@@ -171,7 +166,7 @@ def test_json_in_parquet_is_what_it_says(tmp_path: Path):
 
 
 def test_records_of_a_part_are_as_they_are_in_the_file(tmp_path: Path):
-    """Strings of digits remain strings. The datasets library would turn them into numbers."""
+    """The datasets library would turn them into numbers."""
     path = put(tmp_path / "a.csv", table(",", [{"text": f"{i}"} for i in range(10)]))
     parts = read(path, splits={"train": "train[:20%]", "valid": "train[8:]+train[2:3]"})
     assert parts == {
@@ -184,9 +179,6 @@ def test_records_of_a_part_are_as_they_are_in_the_file(tmp_path: Path):
 def test_a_general_text_is_a_text(tmp_path: Path):
     with pytest.raises(MespError, match="is a file of records; give a text"):
         read_general_text(put(tmp_path / "a.jsonl", content("jsonl")), None, 0)
-
-
-# Folders
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json.gz", "CSV", "parquet", "txt"])
@@ -283,9 +275,6 @@ def test_a_dataset_that_says_how_it_is_read_is_refused(tmp_path: Path):
     assert "says in its README.md how its files are read, by sep," in refused(tmp_path)
 
 
-# Files that are not data
-
-
 @pytest.mark.parametrize("command", ["file", "folder", "dataset"])
 @pytest.mark.parametrize("what", ["pipe", "device"])
 def test_pipes_and_devices_are_refused(tmp_path: Path, what: str, command: str):
@@ -317,7 +306,6 @@ def test_a_link_in_a_folder_stays_in_it(tmp_path: Path):
     (folder / "valid.jsonl").unlink()
     (folder / "more").symlink_to(secret.parent)
     assert f"{folder} has more, a kind of file that is not read" in refused(folder)
-    # A file that a person names may be a link.
     (tmp_path / "link.jsonl").symlink_to(secret)
     assert read(tmp_path / "link.jsonl") == {"train": RECORDS}
 
@@ -330,13 +318,8 @@ def test_a_snapshot_of_the_hub_is_a_folder_of_links(tmp_path: Path):
     assert read(snapshot) == {"train": RECORDS}
 
 
-# Memory
-
-
 def bomb(path: Path, kind: str) -> Path:
-    """Writes a file of less than 300 kB, and returns its path. Its content is 100 MB or more of
-    text, or 20 million nulls.
-    """
+    """Writes a file of less than 300 kB, and returns its path."""
     if kind == "gzip":
         with gzip.open(path, "wb", compresslevel=9) as file:
             file.write(b'{"text": "')

@@ -1,5 +1,3 @@
-"""Tests that special tokens in texts are encoded as ordinary text."""
-
 import json
 import string
 
@@ -32,7 +30,6 @@ CHATML = """\
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-# A template that trims texts, and has no white space between a text and the template's tokens.
 TIGHT = """\
 {{- bos_token }}
 {%- for m in messages %}
@@ -52,8 +49,7 @@ TEXTS = [
 def sentencepiece(tokenizer: Tokenizer, scheme: str | None) -> Tokenizer:
     """Returns the tokenizer with spaces written as SentencePiece's ▁.
 
-    `scheme` is Metaspace's `prepend_scheme`. If `scheme` is None, a normalizer puts ▁ before each
-    text.
+    If `scheme` is None, a normalizer puts ▁ before each text.
     """
     if scheme is None:
         tokenizer.normalizer = normalizers.Sequence(
@@ -127,11 +123,7 @@ def without_spaces(text: str) -> str:
 
 
 def check_ids(tokenizer, ids: list[int], theirs: list[int], texts: list[str]) -> None:
-    """Fails unless `ids` are transformers' ids.
-
-    There is one exception: transformers adds spaces if a line feed follows a special token in a
-    text.
-    """
+    """Fails unless `ids` are transformers' ids."""
     after = any(f"{token}\n" in text for token in SPECIAL for text in texts)
     if ids != theirs:
         assert after and "<0x0A>" in tokenizer.get_vocab()
@@ -148,7 +140,6 @@ def test_conversations_are_as_transformers_splits_them(tokenizer, template, loss
     said = conversation("x", text, f"y {text}", text, f"z {text}.")
     encoded = encode_conversation(tokenizer, said, loss_on, split_special=True)
     check_ids(tokenizer, encoded.ids, transformers_ids(tokenizer, said), [text])
-    # The only special tokens are those of the template.
     plain = encode_conversation(tokenizer, conversation(*"abcde"), loss_on)
     assert special(tokenizer, encoded.ids) == special(tokenizer, plain.ids)
     rendered = tokenizer._tokenizer.apply_chat_template(said.messages, tokenize=False)
@@ -243,7 +234,6 @@ def test_records_of_every_kind_keep_the_templates_tokens_alone(tokenizer, tmp_pa
             ]
             assert counts[0] == counts[1] < counts[2]
     if kind == "file":
-        # A file is one stream, and the only end-of-text token is at its end.
         ids = [id for name in ("train", "valid") for id in split[name].tokens.tolist()]
         assert special(tokenizer, ids) == [tokenizer.eos_token_id] == ids[-1:]
 

@@ -1,7 +1,7 @@
 """Tests the trained parts of conversations in TRL's chat templates, compared with TRL.
 
-TRL marks the answers by `{% generation %}` in its copies of many templates. Hypothesis generates
-conversations. Each is read as a record with each template. The tests check the ids and the mask:
+TRL marks the answers by `{% generation %}` in its copies of many templates. The tests check the ids
+and the mask:
 
 - each trained span is one or more whole answers, without text of another message, and ends in a
   token at which generation stops, or in white space after it;
@@ -42,13 +42,12 @@ from mesp.errors import MespError
 
 pytestmark = pytest.mark.trl
 
-FOUND = importlib.util.find_spec("trl")  # does not import it
+FOUND = importlib.util.find_spec("trl")
 FOLDER = Path(((FOUND and FOUND.submodule_search_locations) or ["."])[0]) / "chat_templates"
 TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
 if not TEMPLATES:
     pytest.skip("it takes TRL's wheel: see the Makefile", allow_module_level=True)
 
-# conversations for each template, and as many for its marked variant
 EXAMPLES = int(os.environ.get("MESP_FUZZ_CASES", 12))
 SEED = int(os.environ.get("MESP_TRL_SEED", 1))
 # The least share of the generated records that must be accepted with each template
@@ -63,7 +62,6 @@ SPECIAL = re.compile(
     r"|\[/?(?:INST|TOOL_CALLS|AVAILABLE_TOOLS|TOOL_RESULTS|THINK)\]|\[gMASK\]|<sop>"
     r"|<[|]?(?:turn|channel|tool_call|tool|tool_response)[|]?>"
 )
-# The tokens at which the models stop, from their generation_config.json.
 STOPS = {
     "deepseek": ["<｜end▁of▁sentence｜>"],  # noqa: RUF001
     "diffusion_gemma": ["<turn|>", "<|tool_response>"],
@@ -106,14 +104,10 @@ class Example(NamedTuple):
 
 
 def of_family(table: dict[str, Any], template: str, default: Any) -> Any:
-    """Returns the first value in the table whose key is a prefix of the template's name, or
-    `default`."""
     return next((value for key, value in table.items() if template.startswith(key)), default)
 
 
 class Model:
-    """A tokenizer with one of TRL's templates, unchanged or without TRL's marks."""
-
     def __init__(self, name: str, marked: bool) -> None:
         self.name = name
         self.marked = TEMPLATES[name] if MARK.search(TEMPLATES[name]) else None
@@ -128,7 +122,6 @@ class Model:
 
 
 def tokenizer_of(name: str, template: str, marked: bool) -> Any:
-    """Returns the demo model's tokenizer with a template and the template's special tokens."""
     tokenizer = load_tokenizer(DEMO_MODEL)._tokenizer
     special = {*SPECIAL.findall(template), "<|bos|>"}
     tokenizer.add_special_tokens({"additional_special_tokens": sorted(special)})
@@ -162,9 +155,6 @@ class Trainer:
                 mask = split.mask[start : start + length].astype(bool).tolist()
             found.append(Example(ids, mask, {*split.ends}))
         return found
-
-
-# Reading a record independently
 
 
 def as_messages(record: dict) -> list[dict]:
@@ -214,7 +204,6 @@ def trained_of(record: dict, loss_on: str) -> list[int]:
 
 
 def leaves(value: Any) -> Iterator[str]:
-    """Yields the values in a tool call's arguments as text, except booleans."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from leaves(each)
@@ -229,7 +218,7 @@ def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
         before, _, thought = thought.rpartition("<think>")
         yield before.strip(), False
         yield thought.strip(), True
-    for piece in re.split("</?think>", content):  # a prompt may end with <think>
+    for piece in re.split("</?think>", content):
         yield piece.strip(), False
     if "reasoning_content" in message:
         yield message["reasoning_content"], True
@@ -240,17 +229,12 @@ def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
 
 
 def is_in(text: str, whole: str) -> bool:
-    """Returns whether `whole` contains the text as it is, in JSON, or in single quotes as in
-    Python."""
     whole = unicodedata.normalize("NFC", whole)
     bare = re.sub(r"(\s*/(?:no_)?think)*\s*$", "", text)  # templates may remove flags
     bare = unicodedata.normalize("NFC", bare)  # as the demo model's tokenizer does
     in_json = [json.dumps(bare, ensure_ascii=each)[1:-1] for each in (False, True)]
     in_python = in_json[0].replace('\\"', '"').replace("'", "\\'")
     return any(form in whole for form in (bare, *in_json, in_python))
-
-
-# The checks
 
 
 def spans_of(mask: list[bool]) -> list[range]:
@@ -325,9 +309,6 @@ def check_around(model: Model, messages: list[dict], group: list[int], text: str
 
 
 def turn_ends(model: Model) -> list[int]:
-    """Returns the special tokens that the template writes after an answer at the end of a
-    conversation, and the first one that it writes after an answer before a question.
-    """
     turns = [("user", "Qqx"), ("assistant", "Aax"), ("user", "Uux")]
     found = []
     for stop in (2, 3):
@@ -350,8 +331,7 @@ def check_asked(model: Model, messages: list[dict], tools: list | None, example:
 
 def check_like_trl(model: Model, messages: list[dict], tools: list | None, example: Example) -> int:
     """Fails unless the ids are those of transformers with TRL's copy of the template, except for
-    the ends that MeSP adds with the templates of `NOT_ENDED`. The mask must be the same too, except
-    for the texts in `BEGINS` and `ENDS`.
+    the ends that MeSP adds with the templates of `NOT_ENDED`.
 
     Returns whether the mask is the same.
     """
@@ -376,8 +356,6 @@ def check_like_trl(model: Model, messages: list[dict], tools: list | None, examp
             assert text in of_family(table, model.name, ()), f"only {named} have {text!r}"
     return example.mask == mask
 
-
-# The tests
 
 VARIANTS = [
     (name, marked)
@@ -411,11 +389,6 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 
 
 def made_up(strategy: Any, count: int, name: str, marked: bool):
-    """Returns a decorator that calls a function with generated records, the same in each run.
-
-    Hypothesis prints the smallest record that fails.
-    """
-
     def decorate(function: Any) -> None:
         chosen = settings(
             max_examples=count,

@@ -1,5 +1,3 @@
-"""Tests of the documents: their links, files, tests, targets, options, figures and words."""
-
 import importlib
 import json
 import re
@@ -20,7 +18,6 @@ PAGES = [
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(HOME.rglob("*.docc/*.md")),
 ]
-# Maps the first part of a path in a document to the folder that the path starts from.
 PLACES = {
     **dict.fromkeys(("docs", "exporter", "ios", "tests", "tools"), ROOT),
     **dict.fromkeys(("Adapters", "App", "AppModel", "Bundle", "Control", "Core"), HOME),
@@ -32,9 +29,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def split(page: Path) -> tuple[list[str], list[str]]:
-    """Returns the lines inside the code fences of a page, and the lines outside. A command over
-    several lines in a fence becomes one line.
-    """
+    """A command over several lines in a fence becomes one line."""
     text = page.read_text(encoding="utf-8")
     parts = re.split(r"^```.*\n", text, flags=re.M)
     assert len(parts) % 2, f"{page.name} has a fence without an end"
@@ -43,7 +38,6 @@ def split(page: Path) -> tuple[list[str], list[str]]:
 
 
 def code(page: Path) -> Iterator[str]:
-    """Yields the code of a page: lines in fences without their comments, and spans in backticks."""
     fenced, prose = split(page)
     yield from (line.partition(" #")[0] for line in fenced)
     for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", "\n".join(prose)):
@@ -81,53 +75,6 @@ def test_targets_of_make_exist(page: Path):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = set(re.findall(r"\bmake ([a-z][\w-]*)", "\n".join(code(page))))
     assert named - set(re.findall(r"^([\w-]+):", makefile, flags=re.M)) == set()
-
-
-def not_terms() -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the words and the names that CONTRIBUTING.md's table forbids, each with the term to
-    use.
-
-    The table has names in backticks.
-    """
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    section = text.split("\n## Terms\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (.+?) \| .+? \|(.*)\|$", section, re.M)
-    words, names = {}, {}
-    for term, others in rows[2:]:
-        for other in filter(None, map(str.strip, others.split(","))):
-            (names if other.startswith("`") else words)[other.strip("`")] = term
-    return words, names
-
-
-def spelled_out(text: str) -> str:
-    """Returns the words of a text and its commas, semicolons, colons and periods, in lower case,
-    with spaces around each. Names are split into words."""
-    return f" {' '.join(re.findall('[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[,;:.]', text)).lower()} "
-
-
-def names_in(code: str) -> set[str]:
-    skipped = r'"""[\s\S]*?"""|"(?:\\.|[^"\\\n])*"|//.*|/\*[\s\S]*?\*/'
-    return set(re.findall(r"\w+", re.sub(skipped, " ", code)))
-
-
-def test_the_fields_terms_are_used():
-    not_words, not_names = not_terms()
-    folders = [ROOT / place for place in ("docs", "exporter", "ios", "tests", "tools")]
-    found = []
-    for path in (*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.*"))):
-        name = str(path.relative_to(ROOT))
-        is_code = path.suffix in (".swift", ".cpp", ".h")
-        if not (is_code or path.suffix in (".py", ".md")) or "/." in f"/{name}":
-            continue
-        text = path.read_text(encoding="utf-8")
-        if path.name == "CONTRIBUTING.md":
-            text = re.sub(r"^\|.*", "", text, flags=re.M)
-        words = spelled_out(text)
-        wrong = {word: term for word, term in not_words.items() if spelled_out(word) in words}
-        for other in names_in(text) & not_names.keys() if is_code else ():
-            wrong[other] = not_names[other]
-        found += [f"{name}: {word} (write: {term})" for word, term in wrong.items()]
-    assert found == []
 
 
 @pytest.fixture(scope="module")
@@ -244,9 +191,8 @@ def test_performance_compares_every_figure_of_the_paper():
     assert [number for number in numbers(paper) if str(number) not in stated] == []
 
 
-def test_the_first_page_is_short_and_counts_what_an_app_adds():
+def test_the_first_page_counts_what_an_app_adds():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.split()) <= 1500
     tokenizer, training, loading, *_ = swift_lines(ROOT / "docs" / "mlx-swift-lm.md")
     alone, *_ = swift_lines(HOME / "MeSP" / "MeSP.docc" / "MeSP.md")
     said = " ".join(text.split())
@@ -258,19 +204,3 @@ def test_the_first_page_is_short_and_counts_what_an_app_adds():
 def swift_lines(page: Path) -> list[int]:
     blocks = re.findall(r"^```swift\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
     return [block.count("\n") for block in blocks]
-
-
-def test_the_tree_says_how_large_each_folder_is():
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    stated = re.findall(r"^\| `([\w/]+/)` \| ([\d,]+) \|", page, re.M)
-    assert len(stated) > 20
-    sources = {".py", ".swift", ".cpp", ".h"}
-    for folder, number in stated:
-        texts = [
-            path.read_text(encoding="utf-8")
-            for path in (ROOT / folder).rglob("*")
-            if path.suffix in sources and ".build" not in path.parts
-        ]
-        lines = [line for text in texts for line in text.splitlines()]
-        count = sum(bool(line.strip()) and not re.match(r"\s*(//|#)", line) for line in lines)
-        assert count == pytest.approx(int(number.replace(",", "")), rel=0.1, abs=50), folder

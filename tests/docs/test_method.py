@@ -1,5 +1,3 @@
-"""Tests of the examples, sections and links of docs/method.md."""
-
 import doctest
 import re
 
@@ -10,11 +8,8 @@ from mesp import reference
 
 DOCUMENT = ROOT / "docs" / "method.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")
-SECTIONS = re.split(r"^(?=## )", TEXT, flags=re.MULTILINE)[1:]
-# [name]: path, [text][name] and [text](path#heading)
 FILES = dict(re.findall(r"^\[(.+)\]: (.+)$", TEXT, re.MULTILINE))
 NAMED = sorted(set(re.findall(r"\[`(\w+)`\]\[(.+?)\]", TEXT)))
-INLINE = sorted(set(re.findall(r"\[[^]]+\]\((?!https:)([^)]+)\)", TEXT)))
 
 
 def examples(text: str) -> list[doctest.Example]:
@@ -33,11 +28,6 @@ def test_examples():
     assert result.attempted and not result.failed, "".join(report)
 
 
-def test_every_section_has_an_example():
-    lacking = [section.splitlines()[0] for section in SECTIONS if not examples(section)]
-    assert lacking == ["## The algorithm"]
-
-
 def test_every_derivative_has_its_section():
     derivatives = {name for name in vars(reference) if name.endswith(("_backward", "_derivative"))}
     assert derivatives and derivatives <= {
@@ -54,11 +44,3 @@ def test_file_exists(path):
 def test_name_is_declared(name, file):
     code = (DOCUMENT.parent / FILES[file]).read_text(encoding="utf-8")
     assert re.search(rf"^ *(.* )?(def|class|func|struct|enum) {name}\b", code, re.MULTILINE)
-
-
-@pytest.mark.parametrize("target", INLINE)
-def test_heading_exists(target):
-    path, heading = target.split("#")
-    text = (DOCUMENT.parent / path).read_text(encoding="utf-8") if path else TEXT
-    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]

@@ -1,7 +1,4 @@
-"""Tests finding and building the engine with a stand-in compiler.
-
-The engine is built in a checkout, and from the sources of an installed package.
-"""
+"""Tests finding and building the engine with a stand-in compiler."""
 
 import os
 import shutil
@@ -39,9 +36,6 @@ mkdir -p "$out/release" && cp "$FAKES/engine" "$out/release/$name"
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a folder with a fake compiler and the engine that it makes. The compiler logs its
-    calls in this folder.
-    """
     folder = tmp_path / "fakes"
     folder.mkdir()
     shutil.copy(FAKE_ENGINE, folder / "engine")
@@ -66,7 +60,6 @@ def checkout(fakes: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def installed(fakes: Path, tmp_path: Path) -> Path:
-    """Returns a folder like that of the Swift sources in a wheel."""
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "Package.swift").write_text("// a package")
@@ -75,7 +68,6 @@ def installed(fakes: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def carried(fakes: Path, tmp_path: Path) -> Path:
-    """Returns a folder like that of the built engine in a platform wheel."""
     folder = tmp_path / "programs"
     folder.mkdir()
     shutil.copy(FAKE_ENGINE, folder / "mesp-engine")
@@ -84,9 +76,6 @@ def carried(fakes: Path, tmp_path: Path) -> Path:
 
 
 def start(folder: Path, search: str = "find_engine", *carried: Path) -> subprocess.Popen:
-    """Starts a process that calls the function `search` of mesp.engine.build for a checkout or for
-    installed sources.
-    """
     program = "import sys, pathlib, mesp.engine.build, mesp.errors\n"
     program += f"try: print(mesp.engine.build.{search}(*map(pathlib.Path, sys.argv[1:])))\n"
     program += "except mesp.errors.MespError as error: sys.exit(error.message)\n"
@@ -222,9 +211,6 @@ def test_without_sources_the_way_out_is_named(fakes: Path, tmp_path: Path):
     assert "or set MESP_ENGINE" in find(tmp_path).stderr
 
 
-# Installed with a built engine: a wheel of one platform
-
-
 def find_carried(installed: Path, carried: Path) -> subprocess.CompletedProcess:
     return find(installed, "find_engine", carried)
 
@@ -235,7 +221,7 @@ def test_the_engine_of_a_wheel_is_taken_as_it_is(
     found = find_carried(installed, carried)
     assert (found.stdout.strip(), found.stderr) == (str(carried / "mesp-engine"), "")
     assert calls(fakes) == [] and not (tmp_path / "cache").exists()
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}")  # for the stand-in's `env python3`
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}")
     assert find_carried(installed, carried).stdout == found.stdout
 
 
@@ -272,9 +258,6 @@ def test_an_engine_of_a_wheel_that_does_not_start_is_built_or_named(
     monkeypatch.setenv("PATH", "/nowhere")
     found = find_carried(installed, carried)
     assert found.returncode == 1 and said in found.stderr and "install Swift 6" in found.stderr
-
-
-# Installed without a checkout: the engine is built once, in the user's cache
 
 
 def test_an_installed_packages_engine_is_built_once(installed: Path, fakes: Path, tmp_path: Path):

@@ -1,6 +1,3 @@
-"""Tests replayed texts, and the strength of the adapters at the end of a run, against mlx-lm's
-model."""
-
 import json
 import math
 import shutil
@@ -27,7 +24,7 @@ from mesp.runs.log import RunLog
 pytestmark = pytest.mark.slow
 SEQ_LEN = 32
 VAL_BATCHES = 4
-GENERAL_SEQUENCES = 16  # sequences of the general text that an evaluation reads
+GENERAL_SEQUENCES = 16
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +52,6 @@ def model_with(bundle: Path, adapters: Path | None) -> nn.Module:
 
 
 def general_loss(model: nn.Module, bundle: Path, file: Path | None = None) -> float:
-    """Returns the mean loss of the first sequences of a general text, in nats per token."""
     vocab_size = mesp.load(bundle).manifest.architecture.vocab_size
     tokens = read_general_text(file, load_bundle_tokenizer(bundle), vocab_size).tokens.astype(
         np.int32
@@ -92,9 +88,7 @@ def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path)
 
 
 def test_a_text_of_ones_own_decides(bundle: Path, tmp_path: Path):
-    """The text of --general is from the training data here. Training lowers its loss, so the
-    adapters keep their full strength.
-    """
+    """The text of --general is from the training data here."""
     text = tmp_path / "own.txt"
     text.write_text(load_bundle_tokenizer(bundle).decode(mesp.load(bundle).tokens("train")[:600]))
     given = ("--max-forgetting", 0, "--general", text, "--val-batches", VAL_BATCHES)
@@ -179,7 +173,6 @@ def losses_of(
 
 
 def tokens_of(run: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens that a run replays, and the start and length of each example."""
     entry = json.loads((run / "replay" / "data.json").read_text())["train"]
     words = {
         name: np.fromfile(run / "replay" / file, "<u4")
@@ -189,7 +182,6 @@ def tokens_of(run: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_share_of_the_sequences_is_replayed(bundle: Path, tmp_path: Path):
-    """At a learning rate near 0, the loss of a step shows which sequence the step had."""
     still = ("--learning-rate", 1e-12)
     plain = train(bundle, tmp_path / "plain", *still, steps=10)
     mixed = train(bundle, tmp_path / "mixed", *still, "--replay", 0.3, steps=10)
@@ -209,8 +201,6 @@ def test_a_share_of_the_sequences_is_replayed(bundle: Path, tmp_path: Path):
 def test_own_texts_are_drawn_from_the_model(bundle: Path):
     """The sum of -log p of the sampled tokens is the sum of their distributions' entropies, within
     four standard deviations.
-
-    mlx-lm's model gives both sums.
     """
     tokenizer = load_bundle_tokenizer(bundle)
     texts = sample_replay_texts(bundle, None, tokenizer, 48, SEQ_LEN, seed=3)
@@ -243,7 +233,7 @@ def test_a_resumed_run_replays_as_a_whole_one(bundle: Path, tmp_path: Path):
     call("train", "--resume", "--out", tmp_path / "parts", "--steps", 8)
     parts = RunLog.load(tmp_path / "parts")
     assert parts.losses == whole.losses
-    assert sum(step["replayed"] for step in parts.steps) == 6  # of 16 sequences
+    assert sum(step["replayed"] for step in parts.steps) == 6
 
 
 def test_older_records_become_tokens_as_the_bundles_did(bundle: Path, tmp_path: Path):
@@ -270,9 +260,7 @@ def test_folders_of_the_user_are_left_alone(bundle: Path, tmp_path: Path):
 
 
 def test_texts_of_a_run_that_never_began_are_not_taken(bundle: Path, tmp_path: Path):
-    """If a run is killed before its first step, its texts stay in its folder. The next run must not
-    take them.
-    """
+    """If a run is killed before its first step, its texts stay in its folder."""
     options = ("--max-forgetting", 100, "--general")
     out, general = tmp_path / "run", tmp_path / "general.txt"
     general.write_text("It rained, and nobody went out. " * 20)

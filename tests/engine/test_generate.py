@@ -1,7 +1,3 @@
-"""Tests of generation by the real engine, with the demo model and tiny ones, compared with
-mlx-lm.
-"""
-
 import json
 import re
 import shutil
@@ -97,7 +93,7 @@ def test_greedy_text_is_mlx_lms(bundle: Path, adapters: Path, text: str, count: 
 
 
 def test_a_long_prompt_goes_through_in_pieces(bundle: Path):
-    """A long prompt goes through in pieces of 256 tokens. Here the last piece has 3 tokens."""
+    """A long prompt goes through in pieces of 256 tokens."""
     prompt = Bundle(bundle).tokens("valid")[: 3 * 256 + 3].tolist()
     *tokens, end = generate(bundle, prompt, max_tokens=20)
     assert [record["token"] for record in tokens] == theirs(bundle, prompt, 20)
@@ -187,9 +183,6 @@ def test_a_stop_token_ends_the_text(bundle: Path):
     assert end["reason"] == "length"
 
 
-# mesp generate
-
-
 def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
     tokenizer = load_bundle_tokenizer(bundle)
     model = Bundle(bundle).to_mlx_lm()
@@ -197,7 +190,6 @@ def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
     expected = mlx_lm.generate(model.eval() or model, tokenizer, PROMPT, max_tokens=40)
     options = ("--no-chat", "--adapters", adapters, "--max-tokens", 40)
     line = command("generate", bundle, "--prompt", PROMPT, *options)
-    # A separate process shows the output of libraries too.
     done = subprocess.run(line, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == expected + "\n"
@@ -296,9 +288,6 @@ def test_the_chat_template_is_used_where_there_is_one(bundle: Path, tmp_path: Pa
         encode_prompt(plain, "Hello", None, "Be brief.")
 
 
-# Training from adapters
-
-
 def losses(output: Path) -> list[float]:
     lines = (output / "metrics.jsonl").read_text().splitlines()
     return [r["loss"] for r in map(json.loads, lines) if r["type"] == "eval"]
@@ -358,10 +347,7 @@ def test_adapters_that_do_not_fit_the_run(
     done = train(bundle, tmp_path / "run", adapters=str(adapters), **settings)
     assert done.returncode == 2
     assert said in done.stderr and done.stderr.count("\n") == 1
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()  # the folder can be used again
-
-
-# Refusals
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def change_config(folder: Path, **values: object) -> None:
@@ -443,8 +429,7 @@ def check_refused(bundle: Path, adapters: Path, said: str) -> None:
 
 @pytest.fixture(scope="module")
 def granite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Returns a bundle of Granite, and adapters. PEFT has Granite's gate and up as one linear
-    layer."""
+    """PEFT has Granite's gate and up as one linear layer."""
     folder = tmp_path_factory.mktemp("granite")
     model = write_model(folder / "model", FAMILIES["granitemoehybrid"])
     bundle = export(model, folder / "b.mesp", "--data", "python-docs")

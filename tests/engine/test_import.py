@@ -1,6 +1,3 @@
-"""Tests of the engine's import of models in MLX's format, for the most part against the
-exporter."""
-
 from __future__ import annotations
 
 import hashlib
@@ -48,8 +45,6 @@ FEWER_CASES = settings(max_examples=max(settings.default.max_examples // 4, 1))
 
 
 class Done(NamedTuple):
-    """The exit status and the output of an import."""
-
     status: int
     records: list[dict[str, Any]]
     said: str
@@ -61,7 +56,6 @@ class Done(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The sentence of a refusal, which is the only line of the error output."""
         assert self.status == 2 and self.said.count("\n") == 1, self
         return self.said.strip()
 
@@ -69,7 +63,6 @@ class Done(NamedTuple):
 def run_import(
     model: Path, bundle: Path, environment: dict[str, object] | None = None, /, **given: Any
 ) -> Done:
-    """Imports a model. `given` may have more settings, and subprocess's `preexec_fn`."""
     before = given.pop("preexec_fn", None)
     file = bundle.with_name(f"{bundle.name}.json")
     file.write_text(json.dumps({"model": str(model), "bundle": str(bundle), **given}))
@@ -108,7 +101,6 @@ def manifest_of(bundle: Path) -> dict[str, Any]:
 
 
 def described(bundle: Path) -> dict[str, Any]:
-    """Returns a bundle's manifest without the parts that differ between an import and an export."""
     manifest = manifest_of(bundle)
     for key in ("seq_lens", "ranks", "files", "data", "source"):
         manifest.pop(key, None)
@@ -120,10 +112,6 @@ def described(bundle: Path) -> dict[str, Any]:
 
 
 def others(bundle: Path) -> dict[str, Any]:
-    """Returns the files at the top of a bundle, except weights, functions and the manifest.
-
-    Configurations are read as JSON, and other files as bytes.
-    """
     files = {
         file.name: file.read_bytes()
         for file in bundle.iterdir()
@@ -134,8 +122,6 @@ def others(bundle: Path) -> dict[str, Any]:
 
 
 def reason(sentence: str) -> str:
-    """Returns the part of a refusal that an import and an export share, or "" if they share
-    none."""
     not_valid = "The model's config.json is not valid ("
     if sentence.startswith(not_valid):
         return not_valid
@@ -153,8 +139,8 @@ def compare(
     leaves out. Or both refuse the model, and the import leaves nothing. With `in_the_same_words`,
     both give the same `reason`. Returns the import's refusal, or None.
 
-    There are two exceptions. Only the import refuses a model that is not quantized. Only the
-    exporter reports faults of a tokenizer, because an import copies it without reading it.
+    Only the import refuses a model that is not quantized. Only the exporter reports faults of a
+    tokenizer, because an import copies it without reading it.
     """
     imported, exported = folder / "imported.mesp", folder / "exported.mesp"
     for bundle in (imported, exported, partial(imported)):
@@ -192,9 +178,6 @@ def compare(
     return None
 
 
-# Equal bytes
-
-
 def test_every_plain_family_has_a_checkpoint_here():
     plain = {name for name, family in families.FAMILIES.items() if family.is_plain}
     assert plain == {config["model_type"] for config in CONFIGS.values()}
@@ -214,7 +197,6 @@ def test_an_import_is_the_export(family: str, tmp_path: Path):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_variation_is_imported_as_exported(family: str, tmp_path: Path):
-    """The seeds vary the model's configuration, quantization, tensors and files."""
     accepted = 0
     for seed in range(SEEDS):
         model = write_variation(tmp_path / f"model-{seed}", family, seed)
@@ -225,9 +207,7 @@ def test_a_variation_is_imported_as_exported(family: str, tmp_path: Path):
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_a_model_of_few_bits_is_imported_as_exported(bits: int, group: int, tmp_path: Path):
-    """Scales are float16, as in published models. Codes of 1 bit become codes of 2 bits, as a
-    notice says.
-    """
+    """Codes of 1 bit become codes of 2 bits, as a notice says."""
     config = CONFIGS["qwen3"] | {"tie_word_embeddings": False}
     tensors = with_few_values(random_tensors(config), bits, group)
     config["quantization"] = config["quantization_config"] = {"bits": bits, "group_size": group}
@@ -243,8 +223,6 @@ def test_a_model_of_few_bits_is_imported_as_exported(bits: int, group: int, tmp_
 
 
 def test_what_an_import_says(tmp_path: Path):
-    """An import reports changes and parts that are left out, and the model's name on the Hub."""
-
     def add_vision(tensors: dict) -> None:
         tensors["vision_tower.a.weight"] = tensors["multi_modal_projector.b.weight"] = mx.ones(4)
 
@@ -309,9 +287,7 @@ def test_the_terms_go_with_the_bundle(tmp_path: Path):
 
 
 def test_a_snapshot_in_the_cache_of_the_hub(tmp_path: Path):
-    """The files of a snapshot are links to the blobs in the Hub's cache. Links to other places are
-    refused.
-    """
+    """The files of a snapshot are links to the blobs in the Hub's cache."""
     root = tmp_path / "models--owner--tiny"
     snapshot, blobs = root / "snapshots" / ("a" * 40), root / "blobs"
     source = write_mlx_model(tmp_path / "model", CONFIGS["qwen3"], shards=2)
@@ -337,9 +313,6 @@ def test_ranks_end_at_the_largest_of_the_model_s_matrices(tmp_path: Path):
     assert run_import(model, tmp_path / "bundle").end
     assert manifest_of(tmp_path / "bundle")["ranks"] == [4, 8, 16, 32]
     assert Bundle(tmp_path / "bundle").architecture.largest_rank == 32
-
-
-# Training
 
 
 @pytest.fixture(scope="module")
@@ -385,12 +358,8 @@ def test_a_bundle_is_checked_and_written_again_with_functions(model: Path, tmp_p
     Bundle(again).verify()
 
 
-# Refusals
-
-
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8"])
 def test_affine_arrays_of_another_mode_are_refused(mode: str, tmp_path: Path):
-    """What is stored is refused in the same words by the import and by an export."""
     bits = {"mxfp4": 4, "mxfp8": 8}[mode]
     model = write_mlx_model(tmp_path / "model", CONFIGS["llama"], bits=bits, group_size=32)
     config = config_of(model)
@@ -560,12 +529,8 @@ def test_settings_that_cannot_be_used_are_refused(given: dict, model: Path, tmp_
     assert not list(tmp_path.glob("*.mesp"))
 
 
-# Hostile folders
-
-
 @pytest.fixture(scope="module")
 def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Returns a small model of each of five families. Tests change their files and restore them."""
     folder = tmp_path_factory.mktemp("victims")
     small = {"num_hidden_layers": 1, "vocab_size": 260}
     names = ("llama", "qwen3", "gemma3", "mistral3", "phi3")
@@ -576,9 +541,6 @@ def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def no_number(text: bytes) -> bool:
-    """Returns whether a JSON text has NaN or Infinity, which Python's reader accepts and JSON does
-    not.
-    """
     return any(word in text for word in (b"NaN", b"Infinity"))
 
 
@@ -587,13 +549,12 @@ def compare_changed(model: Path, name: str, content: bytes, folder: Path) -> Non
     before = file.read_bytes()
     try:
         file.write_bytes(content)
-        # If a file has several faults, the two refusals may name different ones.
         compare(model, folder, in_the_same_words=False)
     finally:
         file.write_bytes(before)
 
 
-# Keys that are read from a config.json. `VALUES` has values that are tried for each key.
+# Keys that are read from a config.json.
 KEYS = (
     *("attention_bias", "hidden_act", "hidden_size", "intermediate_size", "layer_types"),
     *("max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads"),
@@ -613,7 +574,7 @@ VALUES: tuple[Any, ...] = (
 def test_one_value_is_refused_in_the_same_words(key: str, victims: dict[str, Path], tmp_path: Path):
     refused = 0
     for number, (family, value) in enumerate(product(victims, (..., *VALUES))):
-        if (number + KEYS.index(key)) % 11:  # tries an eleventh of all pairs
+        if (number + KEYS.index(key)) % 11:
             continue
         model = shutil.copytree(victims[family], tmp_path / str(number))
         config = config_of(model)
@@ -658,11 +619,7 @@ def test_indices_and_other_files_are_refused_alike(
     compare_changed(model, name, data.draw(texts((model / name).read_bytes())), tmp_path)
 
 
-# Interrupted
-
-
 def whole_files(folder: Path) -> dict[tuple, int]:
-    """Returns the size of each weight file, by its name, inode and modification time."""
     found = [(file.name, file.stat()) for file in folder.rglob("*.bin")]
     return {(name, each.st_ino, each.st_mtime_ns): each.st_size for name, each in found}
 
@@ -691,9 +648,7 @@ def calls(model: Path, faults: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_an_import_goes_on_where_it_was_interrupted(
     kind: str, model: Path, whole: Path, faults: Path, calls: int, tmp_path: Path
 ):
-    """An import is interrupted at a system call that writes or changes files or folders. The next
-    import keeps whole files.
-    """
+    """The next import keeps whole files."""
     before = state(model)
     some = 0
     for number in range(1 + ("crash", "power", "interrupt", "full").index(kind), calls + 1, 6):
@@ -775,7 +730,6 @@ def test_a_kept_file_that_is_shorter_is_found(
 def test_what_is_kept_is_what_would_be_written(
     what: str, model: Path, whole: Path, faults: Path, calls: int, tmp_path: Path
 ):
-    """Somebody may damage what an interrupted import has left, or put something in its place."""
     bundle = tmp_path / "a.mesp"
     under = {"LD_PRELOAD": faults, "FAULTS_UNDER": tmp_path}
     failing = {"FAULTS_KIND": "crash", "FAULTS_AT": calls // 2}
@@ -819,9 +773,6 @@ def test_an_import_writes_through_no_link(
         assert not bundle.is_symlink() and content(bundle) == content(whole)
 
 
-# Bounds
-
-
 def test_a_terms_file_has_a_bound(model: Path, tmp_path: Path):
     copy = shutil.copytree(model, tmp_path / "model")
     (copy / "LICENSE").touch()
@@ -862,7 +813,6 @@ def test_a_link_in_a_model_stays_in_its_folder(name: str, model: Path, tmp_path:
     assert not partial(tmp_path / "a.mesp").exists()
 
 
-# Numbers at and beyond the bounds, and numbers that only some readers of JSON take.
 EXTREMES = (
     *("1e999", "-1e999", "1e308", "1e300", "1e-300", "5e-324", "1e19", "9.3e18", "9.2e18"),
     *("1.1754943508222875e-38", "1.17e-38", "16777217", "4096", "4097", "1048576", "1048577"),
@@ -881,7 +831,7 @@ MORE_KEYS = (
 @pytest.mark.parametrize("key", sorted({*KEYS, *MORE_KEYS}))
 def test_an_extreme_value_is_refused_alike(key: str, victims: dict[str, Path], tmp_path: Path):
     for number, (family, value) in enumerate(product(victims, EXTREMES)):
-        if (number + len(key)) % 5:  # tries a fifth of all pairs
+        if (number + len(key)) % 5:
             continue
         model = shutil.copytree(victims[family], tmp_path / str(number))
         config = config_of(model)
@@ -893,9 +843,6 @@ def test_an_extreme_value_is_refused_alike(key: str, victims: dict[str, Path], t
         for file in (tmp_path / "imported.mesp").glob("*.json"):
             json.loads(file.read_text(), parse_constant=pytest.fail)
         shutil.rmtree(model)
-
-
-# Disks
 
 
 @pytest.mark.parametrize("limit", [100, 4_000, 40_000])

@@ -1,7 +1,3 @@
-"""Compares steps on sequences of one token and of thousands with automatic differentiation of the
-whole model.
-"""
-
 from pathlib import Path
 
 import mlx.optimizers as optim
@@ -12,7 +8,7 @@ from helpers.models import FAMILIES, TEXT, write_model
 from helpers.oracle import Oracle, Recipe, distance, saved
 from mesp.runs.log import RunLog
 
-LONG = 2304  # three segments of a mixer
+LONG = 2304
 RATE = 0.1
 STEPS = 2  # A's gradient is 0 in the first step
 
@@ -25,7 +21,6 @@ def test_steps_of_a_long_sequence(family: str, tmp_path: Path):
 
 @pytest.mark.parametrize("family", ["lfm3", "gemma3", "granite-mamba"])
 def test_steps_of_one_token(family: str, tmp_path: Path):
-    """The families have attention with a gate and with a window, convolutions, and Mamba-2."""
     steps_are_those_of_automatic_differentiation(family, 1, tmp_path)
 
 

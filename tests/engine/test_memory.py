@@ -1,7 +1,3 @@
-"""Tests of the engine's predictions of memory, compared with runs, and of its counts of a GPU's
-kernels.
-"""
-
 import json
 import sys
 from pathlib import Path
@@ -44,7 +40,6 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
     kinds = [("--seq-len", LENGTH, "--offload", "all" if model == "Gemma-3-270m" else "none")]
     if model == "Gemma-3-270m":
         kinds += [("--seq-len", 1024, "--projections", "q,v")]
-    # Further options are tested with this model alone, whose steps take the least time.
     if model == "SmolLM2-135M":
         others = [("--offload", "all"), ("--projections", "q,v"), ("--freeze-a",)]
         kinds += [("--seq-len", LENGTH, *other) for other in others]
@@ -67,7 +62,6 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "granite-mamba"])
 def test_a_long_sequence_takes_no_more_than_predicted(family: str, tmp_path: Path, monkeypatch):
-    """The blocks have attention with and without a window, and recurrent mixers."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     long, config = 8192, FAMILIES[family] | {"max_position_embeddings": 8192}
     source = write_model(tmp_path / "model", config)
@@ -90,9 +84,7 @@ def test_a_long_sequence_takes_no_more_than_predicted(family: str, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_moe", "qwen3_5_moe"])
 def test_a_mixture_takes_no_more_than_predicted(family: str, tmp_path: Path, monkeypatch):
-    """A mixture takes no more memory than predicted even if all tokens choose the same experts.
-    Here all scores are equal, so they do.
-    """
+    """A mixture takes no more memory than predicted even if all tokens choose the same experts."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     length = 1024
     config = FAMILIES[family] | {"hidden_size": 768, "moe_intermediate_size": 512}

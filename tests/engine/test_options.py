@@ -1,7 +1,6 @@
 """Tests that training options of the real engine give the results of a training loop in Python.
 
 The loop has the blocks of `mesp.reference` and automatic differentiation of the whole model.
-Schedules, clipping and most optimizers are those of `mlx.optimizers`.
 """
 
 from __future__ import annotations
@@ -56,9 +55,6 @@ def train(bundle: Path, output: Path, *options: object, steps: int = STEPS) -> R
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle of the demo model, whose test data is the second half of the held-out
-    data.
-    """
     find_engine()
     path = tmp_path_factory.mktemp("demo") / "demo.mesp"
     call("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN, "--rank", RANK)
@@ -69,9 +65,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle_of_examples(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle with one example per sequence. Some examples are short, some are cut, and
-    some have two answers.
-    """
     path = shutil.copytree(bundle, tmp_path_factory.mktemp("examples") / "demo.mesp")
     generator = np.random.default_rng(0)
     tokens = Bundle(path).tokens("train")
@@ -116,9 +109,6 @@ def add_data(
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-# The same training in Python
-
-
 @pytest.fixture(scope="module", autouse=True)
 def fast_oracle() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -134,12 +124,10 @@ def oracle(bundle: Path) -> Oracle:
 def agree(
     run: RunLog, output: Path, expected: Trained, tolerance: float = 1e-4, ties: int = 0
 ) -> None:
-    """Compares every loss, and the change of the adapters.
-
-    The engine and Python compute in float32 and sum in different orders. Losses differ by 1e-6 to
-    1e-5, and so do the changes of parameters, relative to their size. These differences grow from
-    step to step. A moment that is half-way between two codes of 8 bits may become either code. So
-    up to `ties` parameters may differ by up to a step. AdamW's longest step, without bias
+    """The engine and Python compute in float32 and sum in different orders. Losses differ by 1e-6
+    to 1e-5, and so do the changes of parameters, relative to their size. These differences grow
+    from step to step. A moment that is half-way between two codes of 8 bits may become either code.
+    So up to `ties` parameters may differ by up to a step. AdamW's longest step, without bias
     correction, is rate · (1 - β₁) / √(1 - β₂): 3.2e-3 with a rate of 1e-3, β₁ = 0.9 and β₂ = 0.999.
     """
     assert run.losses == pytest.approx(expected.losses, rel=max(2e-5, tolerance / 10))
@@ -155,8 +143,6 @@ def agree(
 
 
 class AdamW8bit(optim.Optimizer):
-    """The reference's AdamW in 8 bits, for one matrix at a time."""
-
     def __init__(self, learning_rate: float, **constants: object) -> None:
         super().__init__()
         self._maybe_schedule("learning_rate", learning_rate)
@@ -294,7 +280,7 @@ def test_an_option_trains_as_in_python(bundle: Path, oracle: Oracle, tmp_path: P
     assert all(part <= each["seconds"] for part, each in zip(parts, run.steps, strict=True))
 
 
-# Learning rates at the edges of float32. A clipped gradient keeps the adapters finite.
+# Learning rates at the edges of float32.
 @pytest.mark.parametrize(
     ("rate", "schedule", "steps", "warmup", "clip"),
     [
@@ -343,7 +329,6 @@ def test_adapters_that_are_not_finite_are_not_saved(bundle: Path, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle of examples, exported again with two shorter sequence lengths besides."""
     path = tmp_path_factory.mktemp("lengths") / "demo.mesp"
     lengths = (SEQ_LEN // 4, SEQ_LEN // 2, SEQ_LEN)
     call(
@@ -363,7 +348,7 @@ def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPat
     [
         ("--val-batches", 5, "--batch-size", 2),
         ("--offload", "all"),
-        ("--batch-size", 2, "--offload", "inputs"),  # in the order of blocks
+        ("--batch-size", 2, "--offload", "inputs"),
         ("--memory-limit", 1000),
         ("--method", "mebp"),
         ("--method", "mezo", "--learning-rate", 1e-4),
@@ -418,7 +403,6 @@ def test_what_counts_of_an_example_is_in_the_loss(
     counts = [counted.size for ((_, counted),) in oracle.sequences]
     order = [reference.step_window(taken, 0, len(counts)) for taken in range(STEPS * 4)]
     each = batch * accumulation
-    # Tokens after the last target in the loss are not computed.
     inputs = [counted.max().item() for ((_, counted),) in oracle.sequences]
     for name, numbers in (("tokens", counts), ("input_tokens", inputs)):
         assert [step[name] for step in run.steps] == [
@@ -428,9 +412,7 @@ def test_what_counts_of_an_example_is_in_the_loss(
 
 
 def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
-    """A step's gradients do not depend on the number of batches. Some sequences have several times
-    as many targets as others.
-    """
+    """A step's gradients do not depend on the number of batches."""
     train(bundle_of_examples, tmp_path / "first", steps=2)  # otherwise no A would have a gradient
     start = saved(tmp_path / "first")
 
@@ -462,9 +444,6 @@ def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
 def bundle_of_packed_examples(
     bundle_of_examples: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Returns the bundle of examples with the examples packed. Those that are longer than a third
-    of the sequence length are cut to a third.
-    """
     path = shutil.copytree(bundle_of_examples, tmp_path_factory.mktemp("packed") / "demo.mesp")
     bundle = Bundle(path)
     examples = [
@@ -479,7 +458,7 @@ def bundle_of_packed_examples(
     [
         (),
         ("--batch-size", 2, "--grad-accumulation-steps", 2, "--offload", "all"),
-        ("--batch-size", 2, "--offload", "inputs"),  # in the order of blocks
+        ("--batch-size", 2, "--offload", "inputs"),
         ("--memory-limit", 1000),
     ],
     ids=lambda options: "-".join(map(str, options)),
@@ -540,7 +519,6 @@ def test_mezo_takes_the_options_too(bundle: Path, oracle: Oracle, tmp_path: Path
             {n: slope * z[n] for n in parameters}, parameters
         )
         losses.append((plus + minus) / 2)
-    # The difference of two losses near 6 has an error of 1e-6, and is divided by 2e-3.
     agree(run, tmp_path / "run", Trained(start, parameters, losses), 1e-2)
 
 
@@ -597,12 +575,10 @@ def test_a_run_does_not_go_on_with_other_data_or_weights(bundle: Path, tmp_path:
     train(path, output, "--optimizer", "adamw", steps=2)
     straight = shutil.copytree(output, tmp_path / "straight")
     before = contents(output)
-    # A bundle with other weights is refused.
     rounded = tmp_path / "rounded.mesp"
     call("export", "--model", "demo", "--bits", 8, "--seq-len", SEQ_LEN, "--out", rounded)
     sentence = refused(run("train", rounded, "--resume", "--out", output, "--steps", 4))
     assert sentence.startswith(f"The bundle's weights are not those that the run in {output} was")
-    # Other data, in the same bundle
     (tmp_path / "train.txt").write_text("Some other text to train on. " * 400)
     call("data", path, "--data", tmp_path / "train.txt")
     sentence = refused(run("train", "--resume", "--out", output, "--steps", 4))
@@ -612,7 +588,6 @@ def test_a_run_does_not_go_on_with_other_data_or_weights(bundle: Path, tmp_path:
     )
     assert contents(output) == before
     train(path, tmp_path / "new", "--adapters", output / "adapters", steps=1)
-    # With its own data the run continues, from a bundle in another place with other lengths.
     longer = tmp_path / "longer.mesp"
     call("export", "--from", bundle, "--seq-len", f"16,{SEQ_LEN}", "--out", longer)
     call("train", longer, "--resume", "--out", output, "--steps", 4)

@@ -1,8 +1,4 @@
-"""Tests that the phones' version of MLX reads this environment's exports and computes the same.
-
-That version is installed in a separate environment, in which this file runs as a program and writes
-the results.
-"""
+"""Tests that the phones' version of MLX reads this environment's exports and computes the same."""
 
 import json
 import os
@@ -56,7 +52,6 @@ def functions(folder: Path) -> Arrays:
 
 
 def train(engine: Path, out: Path) -> Arrays:
-    """Trains the demo model for 20 steps. Returns the losses and the adapters."""
     options = ["--steps", "20", "--optimizer", "adamw", "--out", out]
     command = [sys.executable, "-m", "mesp", "train", DEMO_BUNDLE, *options]
     subprocess.run(command, env=os.environ | {"MESP_ENGINE": str(engine)}, check=True)

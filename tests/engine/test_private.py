@@ -1,5 +1,3 @@
-"""Tests of differential privacy (DP-SGD) in the real engine."""
-
 from __future__ import annotations
 
 import json
@@ -76,10 +74,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begin_with_key(bundle: Path, output: Path, **settings: object) -> Path:
-    """Writes the settings of a run with a known key, and returns their path.
-
-    The run's folder has the key and an empty log, so the run is resumed and uses the key.
-    """
+    """Writes the settings of a run with a known key, and returns their path."""
     output.mkdir()
     (output / "metrics.jsonl").touch()
     (output / "secret.key").write_bytes(KEY)
@@ -98,8 +93,6 @@ def train_with_key(bundle: Path, output: Path, **settings: object) -> RunLog:
 
 
 class Private:
-    """A DP-SGD run in Python, with automatic differentiation of each example."""
-
     def __init__(self, bundle: Path, recipe: Recipe) -> None:
         self.oracle, self.recipe = Oracle.of(bundle), recipe
         self.blocks = self.oracle.model.arch.blocks
@@ -108,9 +101,6 @@ class Private:
         self.norms: list[float] = []
 
     def noise(self, step: int) -> Parameters:
-        """Returns the noise of a step for each matrix. A block's trained matrices share one vector
-        of noise.
-        """
         noise = {name: mx.zeros_like(matrix) for name, matrix in self.start.items()}
         trained = [name for name in noise if name.endswith("lora_b") or not self.recipe.freeze_a]
         blocks = [
@@ -371,7 +361,6 @@ def test_pairs_are_clipped_by_the_pair(tmp_path: Path):
         after = saved(output)
         return {name: array for name, array in after.items() if name.endswith("lora_b")}
 
-    # A step of SGD on one pair alone subtracts the learning rate times this pair's gradient from B.
     alone = {}
     for number in range(3):
         each = tmp_path / f"{number}"
@@ -396,13 +385,7 @@ def test_pairs_are_clipped_by_the_pair(tmp_path: Path):
     assert distance(moved(tmp_path / "run"), expected) < 1e-4 * way
 
 
-# The accountant
-
-
 def test_epsilon_of_full_batches_is_the_gaussian_mechanisms():
-    """Steps on full batches are the Gaussian mechanism: k such steps have the ε of one step with
-    1/√k of the noise.
-    """
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
     exact = get_epsilon_gaussian(5 / math.sqrt(10), 1e-5)
@@ -411,9 +394,7 @@ def test_epsilon_of_full_batches_is_the_gaussian_mechanisms():
 
 
 def test_epsilon_bounds_that_of_privacy_loss_distributions():
-    """The ε is an upper bound of the exact ε, and near it. Privacy loss distributions give a nearly
-    exact ε.
-    """
+    """The ε is an upper bound of the exact ε, and near it."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant
 

@@ -1,5 +1,3 @@
-"""Tests of mesp-train as a user runs it, with a stand-in engine."""
-
 import json
 import os
 import pty
@@ -97,7 +95,6 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def environment(how: str = "", **more: str) -> dict[str, str]:
-    """Returns the environment variables that select the stand-in engine and its behaviour."""
     return {"MESP_ENGINE": str(FAKE_ENGINE), "FAKE_ENGINE": how, **more}
 
 
@@ -150,7 +147,6 @@ def test_the_update_goes_by_the_method_unless_it_is_given(
     assert (taken["optimizer"], taken["learning_rate"]) == (optimizer, rate)
 
 
-# Options with values other than their defaults
 SGD = {"steps": 3, "seq-len": 128, "rank": 16, "alpha": 32.0, "seed": 7, "learning-rate": 0.5}
 SGD |= {
     "optimizer": "sgd",
@@ -258,7 +254,6 @@ def test_the_command_line_counts_more_than_the_config(bundle: Path, tmp_path: Pa
 
 
 def test_the_settings_of_a_run_are_a_config(bundle: Path, tmp_path: Path):
-    """JSON is YAML, so a run is repeated with `--config RUN/settings.json --out OTHER`."""
     again = tmp_path / "again"
     assert train(bundle, *typed(SGD), "--out", tmp_path / "run").returncode == 0
     done = train("--config", tmp_path / "run" / "settings.json", "--out", again)
@@ -440,9 +435,6 @@ def test_the_best_and_the_test_are_reported(bundle: Path, tmp_path: Path):
     ]
 
 
-# Continuing a run
-
-
 def test_a_run_goes_on_with_its_settings(bundle: Path, tmp_path: Path):
     run = tmp_path / "run"
     options = {"steps": 4, "rank": 16, "optimizer": "adamw", "beta1": 0.5}
@@ -472,7 +464,6 @@ def test_a_run_begun_with_other_defaults_goes_on_with_them(bundle: Path, tmp_pat
 
 
 def test_a_run_goes_on_from_what_was_saved_last(bundle: Path, tmp_path: Path):
-    """A crash after step 3 leaves the saved state of step 2, from which the run continues."""
     run = tmp_path / "run"
     options = {"steps": 5, "save-every": 2}
     assert train(bundle, *typed(options), "--out", run, how="crash").returncode == 1
@@ -579,8 +570,6 @@ def test_without_a_terminal_the_first_step_and_the_last_are_lines(bundle: Path, 
 def test_without_a_terminal_lines_come_by_time(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int
 ):
-    """Without a terminal, progress lines come at intervals of time, so that a long run prints
-    few."""
     now = 100.0
     monkeypatch.setattr("mesp.commands.progress_bars.time.monotonic", lambda: now)
     record = {"type": "step", "loss": 2.0, "seconds": seconds, "footprint_bytes": 1}
@@ -776,9 +765,6 @@ def test_ctrl_c_stops_cleanly_and_reaches_the_engine_once(
 
 
 def test_a_signal_that_is_ignored_stays_so(bundle: Path, tmp_path: Path):
-    """A signal that the command ignores at its start stays ignored. nohup starts a command in this
-    way, and a shell script starts its background jobs in this way.
-    """
     run = tmp_path / "run"
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -1,5 +1,3 @@
-"""Tests of evaluations of the demo model by the real engine, compared with mlx-lm."""
-
 import gzip
 import json
 import math
@@ -33,7 +31,7 @@ from mesp.evaluation.records import read_records
 pytestmark = pytest.mark.slow
 
 # mlx-lm sums over a quantized matrix in another order. For a token's loss of about 10 nats in
-# float32, this makes a difference of at most 3e-6. The differences of a sequence's tokens add up.
+# float32, this makes a difference of at most 3e-6.
 PER_TOKEN = 1e-5
 QUESTIONS = [
     {"prompt": "The President of the United", "choices": [" States", " Kings of old"], "answer": 0},
@@ -72,9 +70,6 @@ def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mlx_lms(bundle: Path, adapters: Path | None) -> nn.Module:
-    """Returns mlx-lm's model, dequantized, because products of packed matrices are slow on a
-    CPU.
-    """
     model = Bundle(bundle).to_mlx_lm()
     model.set_dtype(mx.float32)
     model = dequantize_model(model)
@@ -85,9 +80,6 @@ def mlx_lms(bundle: Path, adapters: Path | None) -> nn.Module:
 
 
 def theirs(model: nn.Module, tokens: list[int], first: int) -> tuple[float, bool]:
-    """Returns mlx-lm's log-likelihood of the tokens from number `first` on, and whether all of them
-    are the likeliest.
-    """
     logits = model(mx.array([tokens[:-1]]))[0, first - 1 :].astype(mx.float32)
     targets = mx.array(tokens[first:])
     logs = mx.take_along_axis(nn.log_softmax(logits), targets[:, None], axis=-1)
@@ -95,9 +87,7 @@ def theirs(model: nn.Module, tokens: list[int], first: int) -> tuple[float, bool
 
 
 def in_windows(model: nn.Module, tokens: list[int], size: int) -> float:
-    """Returns the log-likelihood of a whole text by mlx-lm's model. The text is cut into windows as
-    in lm-evaluation-harness.
-    """
+    """The text is cut into windows as in lm-evaluation-harness."""
     total = 0.0
     for first in range(1, len(tokens), size):
         end = min(first + size, len(tokens))
@@ -122,15 +112,12 @@ def evaluate(
     return found, {(each["metric"], each["adapters"]): each for each in found["results"]}
 
 
-# The engine
-
-
 @pytest.mark.parametrize("tuned", [False, True])
 def test_log_likelihoods_are_mlx_lms(bundle: Path, adapters: Path, tuned: bool):
     folder = adapters if tuned else None
     model = mlx_lms(bundle, folder)
     text = load_bundle_tokenizer(bundle).encode(TEXTS[2] * 6)
-    assert len(text) > 300  # more tokens than go through the blocks at once
+    assert len(text) > 300
     greedy = int(model(mx.array([text[:40]]))[0, -1].argmax())
     choices = [[5], [6, 7, 8], [greedy], text[40:43], text[40:], [9] * 30]
     with evaluator(bundle, weigh(folder)) as engine:
@@ -168,9 +155,6 @@ def test_a_bad_request_is_one_sentence(bundle: Path, tmp_path: Path, line: str, 
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert said in done.stderr
-
-
-# mesp evaluate
 
 
 def test_perplexity_is_mlx_lms(bundle: Path, adapters: Path, tmp_path: Path):
@@ -225,7 +209,6 @@ def test_choices_are_mlx_lms(bundle: Path, tmp_path: Path, chat: bool):
         before = tokenizer.encode(prompt.rstrip()) or [tokenizer.eos_token_id]
         scores = []
         for choice in choices:
-            # A space at the prompt's end belongs to the token of the next word.
             both = tokenizer.encode(prompt + choice)
             both = both if prompt else before + both
             scores.append(theirs(model, both, len(before))[0])
@@ -244,7 +227,6 @@ def test_choices_are_mlx_lms(bundle: Path, tmp_path: Path, chat: bool):
 
 
 def split(tokenizer: TokenizerWrapper, text: str) -> list[int]:
-    """Returns transformers' ids of a text, with special tokens split into text."""
     return list(tokenizer.encode(text, split_special_tokens=True))
 
 
@@ -268,7 +250,7 @@ def test_special_tokens_in_records_become_text_where_asked(bundle: Path, tmp_pat
         scores = []
         for choice in choices:
             both = split(tokenizer, record["prompt"] + choice)
-            if chat:  # A special token is encoded apart from the text around it.
+            if chat:
                 space, word = choice[:1], choice[1:]
                 pieces = [space, end] if word == end else [choice]
                 both = before + [id for piece in pieces for id in split(tokenizer, piece)]
@@ -354,8 +336,6 @@ def test_several_adapters_at_once(bundle: Path, adapters: Path, tmp_path: Path):
 
 
 def test_json_and_extraction(bundle: Path, tmp_path: Path):
-    """Neither the model's whole answer nor the empty text that `--extract` matches is valid
-    JSON."""
     options = ("--no-chat", "--max-tokens", 8, "--json")
     records = [{"prompt": "My fellow", "completion": '"citizens"'}]
     _, results = evaluate(bundle, records, tmp_path, *options)
@@ -379,7 +359,6 @@ def test_the_table_says_what_changed(bundle: Path, adapters: Path, tmp_path: Pat
 
 def test_records_come_from_standard_input(bundle: Path):
     lines = "".join(json.dumps(record) + "\n" for record in QUESTIONS)
-    # A byte order mark, which some Windows editors write at the beginning of a file
     for begin in ("", "\ufeff"):
         done = run("evaluate", bundle, "-", input=begin + lines)
         assert done.returncode == 0 and "acc_norm" in done.stdout
@@ -467,8 +446,6 @@ def test_ctrl_c_while_it_loads_is_silent(
     done = run("evaluate", bundle, write(tmp_path / "data.jsonl", TASKS))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
-
-# Refusals
 
 BAD_RECORDS = {
     "no JSON": ("{", "Line 1 of {} is not JSON."),

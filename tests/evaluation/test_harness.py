@@ -1,7 +1,4 @@
-"""Compares the scores of lm-evaluation-harness's tasks: by the engine and by mlx-lm.
-
-`make test-slow` installs the harness.
-"""
+"""Compares the scores of lm-evaluation-harness's tasks: by the engine and by mlx-lm."""
 
 import json
 import subprocess
@@ -107,8 +104,6 @@ class MlxModel(MLXLM):
         self.use_chat_template = False
 
     def loglikelihood_rolling(self, requests: list) -> list[float]:
-        """Scores a text with a token before it, as the harness requires. mlx-lm leaves this
-        token out."""
         scores = []
         for request in requests:
             tokens = [self.tokenizer.eos_token_id, *self.tokenizer.encode(request.args[0])]
@@ -116,7 +111,6 @@ class MlxModel(MLXLM):
         return scores
 
     def generate_until(self, requests: list) -> list[str]:
-        """Limits each answer to `MAX_TOKENS` tokens."""
         self._max_tokens = MAX_TOKENS
         try:
             return super().generate_until(requests)
@@ -161,8 +155,6 @@ def test_figures_are_mlx_lms(
 
 
 def check_alike(ours: list, theirs: list) -> None:
-    """Checks that log-likelihoods are equal up to rounding, and that texts and greedy marks are
-    equal."""
     for our, their in zip(ours, theirs, strict=True):
         if isinstance(their, tuple | list):
             assert our[0] == pytest.approx(their[0], abs=1e-4) and our[1] == their[1]
@@ -201,7 +193,6 @@ def test_a_bad_task_is_one_sentence(
 
 
 def test_nothing_but_the_table_is_printed(bundle: Path, tasks: Path):
-    """The command prints only the table, and a note that a folder's tasks may run code."""
     line = command("evaluate", bundle, "--tasks", "local_generate_until", "--include-path", tasks)
     done = subprocess.run(line, capture_output=True, text=True, cwd=tasks)
     note = f"Note: tasks in {tasks} may run their own Python code.\n"

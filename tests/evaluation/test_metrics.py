@@ -1,5 +1,3 @@
-"""Tests of the figures of an evaluation and their uncertainty, without a model."""
-
 import math
 import re
 
@@ -20,9 +18,6 @@ def test_a_metric_is_weighted():
 
 
 def test_the_interval_of_a_mean_is_the_normal_distributions():
-    """The mean of 400 records is nearly normally distributed, so its interval is the normal
-    distribution's.
-    """
     sums = np.random.default_rng(1).normal(3, 2, 400)
     ((estimate, difference),) = compare([Metric.of("x", sums)])
     half = 1.96 * sums.std() / math.sqrt(len(sums))
@@ -34,9 +29,6 @@ def test_the_interval_of_a_mean_is_the_normal_distributions():
 
 
 def test_differences_are_paired():
-    """Records differ much and models little, so a difference is certain only if both models have
-    the same draws.
-    """
     base = np.random.default_rng(2).normal(0, 10, 50)
     models = [Metric.of("x", base), Metric.of("x", base + 1), Metric.of("x", base)]
     (first, none), (_, better), (_, same) = compare(models)

@@ -1,5 +1,3 @@
-"""Fixtures of the federations' tests."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of federated rounds and of the engine's nodes, without Flower."""
-
 from __future__ import annotations
 
 import contextlib
@@ -67,9 +65,6 @@ def a_round(federation: Federation, number: int, start: Arrays, client: int = 0)
     return train(federation.client(client), start, {**federation.config, "server-round": number})
 
 
-# Training by a client
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["--no-freeze-a", "--freeze-a"])
 @pytest.mark.parametrize("update", [SGD, ()], ids=["sgd", "adamw8bit"])
@@ -79,7 +74,7 @@ def test_a_client_with_all_data_does_what_mesp_train_does(
     options = ("--steps", 5, "--batch-size", 2, *update, frozen)
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *options)
     whole.rounds.save(0, None, {})
-    for folder in ("adapters", "adapters/peft"):  # the demo model's licence accompanies them
+    for folder in ("adapters", "adapters/peft"):
         assert "license: mit\n" in (whole.rounds.path(0) / folder / "README.md").read_text()
     trained = a_round(whole, 1, whole.rounds.arrays(0))
     expected = select_exchanged(
@@ -93,9 +88,6 @@ def test_a_client_with_all_data_does_what_mesp_train_does(
 
 @pytest.mark.slow
 def test_rounds_of_sgd_are_one_run(bundle: Path, data: Path, tmp_path: Path):
-    """Rounds of SGD with one client equal one run: SGD has no state, and the order of the data
-    continues from round to round.
-    """
     whole = federation(
         bundle,
         data,
@@ -144,8 +136,7 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
 
         Σ pᵢ (B - η gᵢ) = B - η Σ pᵢ gᵢ
 
-    pᵢ is client i's share of all targets, and gᵢ is the gradient of its mean loss. So Σ pᵢ gᵢ is
-    the gradient of the mean loss over all targets.
+    pᵢ is client i's share of all targets, and gᵢ is the gradient of its mean loss.
     """
     clients = 4
     records = [
@@ -180,8 +171,7 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
 def test_fedprox_adds_its_term_to_the_gradient(bundle: Path, data: Path, tmp_path: Path):
     """FedProx adds μ (w - w₀) to the gradient g of the loss. w₀ are the weights at the round's
     start, and η is the learning rate. The second step is:
-
-        w₂ = w₁ - η (g(w₁) + μ (w₁ - w₀))"""
+    """
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *SGD)
     whole.rounds.save(0, None, {})
     start = whole.rounds.arrays(0)
@@ -207,9 +197,6 @@ def test_a_client_refuses_in_a_sentence(bundle: Path, data: Path, tmp_path: Path
         train(one, start, config | {"timeout": 1e-9})
     with pytest.raises(MespError, match="lora_b has the shape"):
         train(one, start | {B: np.zeros((6, RANK, 3), np.float32)}, config)
-
-
-# Messages
 
 
 def test_bfloat16_is_rounded_as_mlx_rounds():
@@ -273,9 +260,6 @@ def test_drift_and_the_error_of_averaging_are_as_their_formulas():
     assert averaging_error(only_b, weights, select_exchanged(start, True)) == 0
 
     def of_experts(arrays: Arrays) -> Arrays:
-        """Returns the arrays in mlx-lm's form for experts: their 3 blocks become the 3 experts of
-        one block.
-        """
         return {name: array.swapaxes(-1, -2)[None] for name, array in arrays.items()}
 
     stacked = [of_experts(each) for each in clients]
@@ -296,9 +280,6 @@ def test_matrices_that_do_not_fit_are_named():
     for said, arrays in wrong.items():
         with pytest.raises(MespError, match=said):
             check_arrays(arrays, start)
-
-
-# Division of the data among clients
 
 
 def contents(documents: list) -> list[str]:
@@ -329,7 +310,6 @@ def test_a_file_is_a_topic(tmp_path: Path):
     assert [len(share) for share in shares] == [20, 10]
     with pytest.raises(MespError, match="Client 3 of 4 would get nothing"):
         share_out("", topics, 4, Partition("by-file"), seed=0)
-    # With a small alpha, a topic goes mostly to one client.
     most = []
     for alpha in (0.05, 100):
         shares = share_out("", topics, 2, Partition("dirichlet", alpha), seed=3)
@@ -433,9 +413,6 @@ def test_another_part_of_each_topic_is_held_out(tmp_path: Path):
     write_records(tmp_path / "dev.jsonl", RECORDS[20:])
     topics, held_out = read_topics(str(tmp_path), hold_out=0)
     assert (len(topics["a.jsonl"]), len(held_out)) == (20, 20)
-
-
-# The server's folder
 
 
 @pytest.mark.slow
@@ -591,9 +568,6 @@ def test_a_loss_of_power_at_any_call_leaves_whole_rounds(
     assert stop_at > 8
 
 
-# The command
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -738,12 +712,7 @@ def test_a_client_is_told_no_paths(bundle: Path, data: Path, tmp_path: Path):
     assert str(tmp_path) not in json.dumps(whole.config)
 
 
-# The engine's node
-
-
 class Node:
-    """A process of `mesp-engine federate`."""
-
     def __init__(
         self,
         link: str,
@@ -784,7 +753,6 @@ class Node:
 
 
 def forever(handler: BaseHTTPRequestHandler) -> None:
-    """Sends one byte per second, for twelve days."""
     handler.send_response(200)
     handler.send_header("content-length", str(1 << 20))
     handler.end_headers()
@@ -805,7 +773,6 @@ def test_a_node_ends_at_once_whatever_its_server_does(bundle: Path, tmp_path: Pa
 
 
 def long(handler: BaseHTTPRequestHandler) -> None:
-    """Answers with 600 MB, and states that length."""
     handler.send_response(200)
     handler.send_header("content-length", str(600_000_000))
     handler.end_headers()
@@ -817,7 +784,6 @@ def long(handler: BaseHTTPRequestHandler) -> None:
 
 
 def endless(handler: BaseHTTPRequestHandler) -> None:
-    """Answers without a length or an end."""
     handler.send_response(200)
     handler.end_headers()
     while True:
@@ -832,13 +798,11 @@ def write_forever(handler: BaseHTTPRequestHandler, data: bytes) -> None:
 
 
 def endless_chunks(handler: BaseHTTPRequestHandler) -> None:
-    """Answers in chunks of one byte, each with an extension of a kilobyte."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
     write_forever(handler, b"1;" + b"x" * 1000 + b"\r\na\r\n")
 
 
 def endless_trailers(handler: BaseHTTPRequestHandler) -> None:
-    """Answers with a length, and with endless trailers."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n")
     handler.wfile.write(b"transfer-encoding: chunked\r\n\r\n0\r\n")
     write_forever(handler, b"x: " + b"a" * 1000 + b"\r\n")
@@ -850,7 +814,6 @@ def endless_headers(handler: BaseHTTPRequestHandler) -> None:
 
 
 def compressed(handler: BaseHTTPRequestHandler, status: int = 200) -> None:
-    """Answers with a gigabyte, compressed to a megabyte."""
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
     content = packer.compress(bytes(1_000_000_000)) + packer.flush()
     handler.send_response(status)
@@ -900,7 +863,7 @@ def test_an_answer_that_is_none_ends_a_node(
 
         def has_ended() -> bool:
             nonlocal peak
-            with contextlib.suppress(OSError, TypeError):  # the node has ended
+            with contextlib.suppress(OSError, TypeError):
                 peak = max(peak, node.peak_bytes())
             return node.process.poll() is not None
 
@@ -925,7 +888,7 @@ def test_an_answer_of_an_error_that_is_compressed_ends_a_node(
 ):
     answer = partial(compressed, status=status)
     with SuperLink(pull_messages=answer) as link, Node(link.url, bundle, tmp_path / "n") as node:
-        if status == 500:  # the node asks again, ten times in all
+        if status == 500:
             wait_for(lambda: link.names().count("pull-messages") > 3)
             assert node.peak_bytes() < 150_000_000
             code, out, error = node.stop()
@@ -1057,9 +1020,7 @@ def test_a_round_ends_in_time_whatever_happens_to_the_clock(
 
 @pytest.mark.slow
 def test_a_message_takes_no_more_disk_than_the_adapters(bundle: Path, tmp_path: Path):
-    """The server offers 150 objects of 5 MB, more than the adapters take. The node asks for one of
-    them and stores none.
-    """
+    """The server offers 150 objects of 5 MB, more than the adapters take."""
     asked: list[int] = []
 
     def chunk(number: int) -> tuple[str, bytes]:

@@ -1,8 +1,4 @@
-"""Tests of federated rounds with Flower, which `make test-slow` installs.
-
-Most rounds pass Flower's messages within this process. Some use Flower's simulation engine, or its
-processes for real machines.
-"""
+"""Tests of federated rounds with Flower, which `make test-slow` installs."""
 
 from __future__ import annotations
 
@@ -42,7 +38,6 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from helpers.commands import HANG, command
 from helpers.federations import RECORDS, SGD, B, equal, federation, trained_here
-from helpers.paths import ROOT
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
 from mesp.federate import federation as federations
@@ -59,8 +54,6 @@ from mesp.runs.privacy import epsilon as epsilon_of_steps
 
 @pytest.fixture(autouse=True)
 def a_task() -> None:
-    """Sets the ids of the task, run and node of the tests' messages, as Flower does before it
-    starts a ServerApp."""
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
 
 
@@ -70,8 +63,7 @@ Change = Callable[[flwr.Message], flwr.Message | None]
 class Here:
     """A Grid that passes messages to a ClientApp in this process.
 
-    `changes` maps a client's number to a function that changes the client's answers. If the
-    function returns None, the client does not answer.
+    `changes` maps a client's number to a function that changes the client's answers.
     """
 
     def __init__(
@@ -116,8 +108,6 @@ FLOAT32 = ("--exchange", "float32")
 
 
 def keeping(sent: dict[int, Arrays], number: int) -> Change:
-    """Returns a change that only stores a client's matrices in `sent`."""
-
     def unchanged(reply: flwr.Message) -> flwr.Message:
         sent[number] = to_numpy(reply.content["arrays"])
         return reply
@@ -155,8 +145,7 @@ def test_bfloat16_takes_half_the_bytes_and_rounds_what_is_added(
         records.append(each.rounds.record(1))
     exact, rounded = found
     for name, array in exact.items():
-        # The initial B is 0, which is sent exactly. Rounding to bfloat16 changes each number of a
-        # client by at most 2⁻⁸ of it.
+        # Rounding to bfloat16 changes each number of a client by at most 2⁻⁸ of it.
         assert np.linalg.norm(rounded[name] - array) <= 2**-8 * np.linalg.norm(array)
     numbers = 2 * sum(array.size for array in exact.values())  # of two clients
     headers = 2 * 128 * len(exact)  # NumPy's header takes 128 bytes an array
@@ -171,7 +160,6 @@ def test_a_small_update_of_a_large_number_is_not_lost_in_bfloat16(
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, "--steps", 1)
     whole.rounds.save(0, None, {})
     start = {name: array + 1000 for name, array in whole.rounds.arrays(0).items()}
-    # 1000 and 1004 are neighbours in bfloat16, and 1000.25 is between them.
     added = with_arrays(lambda a: {n: to_bfloat16(np.full(e.shape, 0.25)) for n, e in a.items()})
     inner = make_strategy(whole.options)
     screened = Screened(
@@ -230,7 +218,6 @@ def test_a_mean_counts_targets(bundle: Path, tmp_path: Path):
 
 
 def test_half_a_billion_parameters_travel_in_5_mb():
-    """A message with the matrices B of rank 8 of Qwen2.5-0.5B in bfloat16 has at most 5 MB."""
     outputs = {"q": 896, "k": 128, "v": 128, "o": 896, "gate": 4864, "up": 4864, "down": 896}
     random_bits = np.random.default_rng(0).integers  # equal arrays would travel once
     arrays = {
@@ -243,9 +230,6 @@ def test_half_a_billion_parameters_travel_in_5_mb():
         return len(part.deflate()) + sum(map(size, (part.children or {}).values()))
 
     assert 2 * 24 * 8 * sum(outputs.values()) < size(content) <= 5_000_000
-
-
-# Answers that are left out
 
 
 def with_arrays(change: Callable[[Arrays], Arrays]) -> Change:
@@ -346,7 +330,7 @@ HOSTILE = [
 
 
 def damage(reply: flwr.Message, random: random.Random) -> None:
-    """Changes a random part of an answer. Flower's records raise errors for some of the changes."""
+    """Changes a random part of an answer."""
     content = reply.content
     kind = random.choice(("data", "data", "dtype", "name", "metrics", "about", "record"))
     if kind in ("data", "dtype", "name"):
@@ -377,7 +361,6 @@ def damage(reply: flwr.Message, random: random.Random) -> None:
 
 
 def test_no_answer_ends_a_federation(bundle: Path, data: Path, tmp_path: Path):
-    """`make test-slow` runs 10,000 cases."""
     options = ("--clients", 2, "--rounds", 1, "--clip", 1.0, "--noise", 0.5)
     inner = make_strategy(federation(bundle, data, tmp_path / "f", *options).options)
     start = {"m.lora_a": np.ones((2, 3, 4), np.float32), "m.lora_b": np.zeros((2, 4, 3), "f4")}
@@ -481,11 +464,7 @@ def test_a_round_that_nobody_can_serve_ends_in_a_sentence(bundle: Path, data: Pa
     assert whole.rounds.last == 0
 
 
-# Strategies
-
-
 def test_a_killed_server_goes_on_to_the_same_adapters(bundle: Path, data: Path, tmp_path: Path):
-    """The server also continues with FedAdam's moments."""
     options = ("--clients", 2, "--rounds", 3, "--steps", 1, "--strategy", "fedadam")
     options += ("--strategy-options", "eta=0.01,beta_1=0.9", *FLOAT32)
     straight, killed = (
@@ -652,8 +631,7 @@ def test_a_client_adds_its_own_noise(bundle: Path, data: Path, tmp_path: Path, e
 def delta_of(noise: float, epsilon: float) -> float:
     """Returns δ(ε) of the Gaussian mechanism, integrated over its privacy loss.
 
-    The loss is normal with the mean 1 / (2 noise²) and the variance 1 / noise². δ is the mean of
-    max(0, 1 - e^(ε - loss)).
+    δ is the mean of max(0, 1 - e^(ε - loss)).
     """
     losses = np.linspace(epsilon, epsilon + 60 / noise, 2_000_001)
     density = np.exp(-np.square(losses - 1 / (2 * noise**2)) * noise**2 / 2)
@@ -663,9 +641,7 @@ def delta_of(noise: float, epsilon: float) -> float:
 
 @pytest.mark.parametrize("epsilon", [0.1, 1, 8.5, 20])
 def test_a_noise_has_the_privacy_that_is_said(epsilon: float):
-    """The noise is compared with the definition of privacy. The classical formula gives too little
-    noise for the larger two ε.
-    """
+    """The noise is compared with the definition of privacy."""
     noise = noise_for(epsilon, 1e-5)
     assert delta_of(noise, epsilon) == pytest.approx(1e-5, rel=1e-3)
     assert gaussian_epsilon(noise, 1e-5) == pytest.approx(epsilon, rel=1e-6)
@@ -714,9 +690,6 @@ def test_a_client_counts_its_answers(
 def test_a_client_trains_privately(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """Client 0 trains with DP-SGD, and its ε covers its steps in all rounds so far. Client 1 trains
-    without DP-SGD.
-    """
     data, private = tmp_path / "data", {"dp_clip": 1.0, "dp_noise": 1.5, "dp_delta": 1e-4}
     data.mkdir()
     records = ({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(60))
@@ -760,9 +733,6 @@ def test_a_client_sends_nothing_without_the_noise_that_it_asked_for(own: dict, s
         app(question, context)
 
 
-# Flower's processes
-
-
 def test_flowers_simulation_gives_the_same_adapters(bundle: Path, data: Path, tmp_path: Path):
     options = ("--clients", 2, "--rounds", 2, "--steps", 2, "--freeze-a")
     done = subprocess.run(
@@ -797,10 +767,7 @@ def free_port() -> int:
 
 
 class Relay:
-    """Forwards connections without TLS to a SuperLink with TLS.
-
-    Foundation for Linux trusts only the system's certificates.
-    """
+    """Foundation for Linux trusts only the system's certificates."""
 
     def __init__(self, port: int, certificate: Path) -> None:
         self.link, self.trusted = port, ssl.create_default_context(cafile=certificate)
@@ -829,8 +796,7 @@ class Relay:
 
 
 class Deployment:
-    """The processes of a SuperLink with TLS and of its nodes. The SuperLink admits only registered
-    keys."""
+    """The SuperLink admits only registered keys."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log, self.port = folder, folder / "log", free_port()
@@ -944,9 +910,7 @@ class Deployment:
 
 
 def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, tmp_path: Path):
-    """Two clients use the phones' node, and one uses Python's. One of the phones' nodes is killed
-    during the run and started again.
-    """
+    """One of the phones' nodes is killed during the run and started again."""
     options = ("--clients", 3, "--rounds", 3, "--steps", 4, "--freeze-a")
     server = federation(bundle, data, tmp_path / "server", *options)
     with Deployment(tmp_path) as deployment:
@@ -966,31 +930,3 @@ def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, t
         assert record["left_out"] == []
     simulated = federation(bundle, data, tmp_path / "simulated", *options)
     assert equal(server.rounds.arrays(3), served(simulated))
-
-
-# The study
-
-
-def study(name: str, *arguments: object) -> str:
-    path = ROOT / "tools" / "studies" / f"{name}.py"
-    done = subprocess.run(
-        [sys.executable, path, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MESP_ENGINE": str(find_engine())},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_study_begins_alike_and_trains_each_way(tmp_path: Path):
-    options = ("--rounds", 1, "--steps", 2, "--out", tmp_path / "out")
-    said = study("federations", *options, "--plot", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    tables = re.findall(r"by round\n\n(.*?)\n\n", said, flags=re.DOTALL)
-    losses, _ = ([re.findall(r"[^|]+", line) for line in each.splitlines()] for each in tables)
-    names, _, before, after = ([cell.strip() for cell in line] for line in losses)
-    assert names == ["round", "alone", "federated", "noise 0.1", "noise 1", "together"]
-    assert len(set(before[1:])) == 1
-    lowered = dict(zip(names, [float(cell) < float(before[1]) for cell in after], strict=True))
-    assert lowered["alone"] and lowered["federated"] and lowered["together"]

@@ -1,7 +1,3 @@
-"""Writes adapters of bundles in the forms of mlx-lm and PEFT, and adds weighted sums of adapters to
-mlx-lm's models.
-"""
-
 from __future__ import annotations
 
 import json
@@ -29,8 +25,7 @@ def write_adapters(
     without: Collection[str] = (),
     dora: bool = False,
 ) -> Path:
-    """Writes random adapters in mlx-lm's form, and returns their folder. The adapters change the
-    model much.
+    """The adapters change the model much.
 
     All modules and experts get adapters, except those whose last names are in `without`. With
     `dora`, modules get adapters of DoRA, and experts get none.
@@ -62,10 +57,6 @@ def write_adapters(
 
 
 def with_weighted_sum(bundle: Path, weights: Mapping[Path, float]) -> nn.Module:
-    """Returns mlx-lm's model of a bundle in float32, with a weighted sum of adapters added to it.
-
-    `weights` has a weight for each folder of adapters in mlx-lm's form.
-    """
     model = Bundle(bundle).to_mlx_lm()
     model.set_dtype(mx.float32)
     model = dequantize_model(model)
@@ -88,10 +79,7 @@ def with_weighted_sum(bundle: Path, weights: Mapping[Path, float]) -> nn.Module:
 
 
 def write_peft(folder: Path, bundle: Path, adapters: Path) -> Path:
-    """Writes adapters in PEFT's form from a folder in mlx-lm's form, and returns the new folder.
-
-    If PEFT joins n layers of mlx-lm into one, the joined layer has n times the rank.
-    """
+    """If PEFT joins n layers of mlx-lm into one, the joined layer has n times the rank."""
     arch = Bundle(bundle).architecture
     ours = mx.load(str(adapters / "adapters.safetensors"))
     is_dora = any(name.endswith(".m") for name in ours)
@@ -109,7 +97,6 @@ def write_peft(folder: Path, bundle: Path, adapters: Path) -> Path:
                 for part in parts
             ]
             stacked = len(shapes[first]) == 3
-            # The matrices are A [..., rank, in] and B [..., out, rank].
             a = [a if stacked else a.T for a, _ in pairs]
             b = [b if stacked else b.T for _, b in pairs]
             rows = [

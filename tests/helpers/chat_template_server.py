@@ -1,11 +1,10 @@
 """Serves the exporter and a tokenizer to tests in Swift.
 
-Each line of input is a request, a JSON object. The answer is one JSON object too. The answer to a
-request for the next case has a record, a chat template's name, the part of the record in the loss,
-the result of `mesp-export --split-special-tokens`, and the ids of the special tokens. The result is
-the ids and the mask of each answer, or the reason of a refusal and the columns and keys that
-nothing reads. After the last case, the answer is an empty object. The tokenizer of the current case
-answers all other requests.
+Each line of input is a request, a JSON object. The answer to a request for the next case has a
+record, a chat template's name, the part of the record in the loss, the result of `mesp-export
+--split-special-tokens`, and the ids of the special tokens. The result is the ids and the mask of
+each answer, or the reason of a refusal and the columns and keys that nothing reads. The tokenizer
+of the current case answers all other requests.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
 
 SEED = 1
-EACH = int(os.environ.get("MESP_FUZZ_CASES", 30))  # conversations for each template
+EACH = int(os.environ.get("MESP_FUZZ_CASES", 30))
 
-# Two templates. As in DeepSeek's, the first takes a call's arguments as JSON in a string. As in
-# Mistral's, the second writes the identifiers of calls.
+# Two templates. As in DeepSeek's, the first takes a call's arguments as JSON in a string.
 AS_TEXT = """\
 {{- bos_token }}
 {%- for tool in tools or [] %}{{- tool | tojson + '\\n' }}{%- endfor %}
@@ -64,7 +62,6 @@ WITH_IDS = """\
 {%- else %}{{- '[INST] ' + m.content + ' [/INST]' }}{%- endif %}
 {%- endfor %}"""
 TOOLS = "{%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}"
-# A template that leaves out arguments that are numbers.
 LOSES = f"""{TOOLS}\
 {{%- for m in messages %}}
 {{{{- '<|im_start|>' + m.role + '\\n' + m.content }}}}
@@ -77,16 +74,12 @@ LOSES = f"""{TOOLS}\
 {{%- if add_generation_prompt %}}{{{{- '<|im_start|>assistant\\n' }}}}{{%- endif %}}"""
 CALLS = "{%- for call in m.tool_calls or [] %}{{- '!' + call.function.name }}{%- endfor %}"
 IN_PYTHON = CALLS.replace("name }}", "name }}{{- call.function.arguments | string }}")
-# A template that ignores all arguments.
 NAMES_ALONE = TOOLS + unmarked(CHATML).replace("m.content +", "m.content }}" + CALLS + "{{-")
-# A template that writes no token after an answer to end it.
 ENDLESS = f"""{TOOLS}\
 {{%- for m in messages %}}
 {{%- if m.role == 'assistant' %}}{{{{- m.content | trim }}}}{IN_PYTHON}
 {{%- else %}}{{{{- '<|user|>' + m.content | trim + '<|assistant|>' }}}}{{%- endif %}}
 {{%- endfor %}}"""
-# A template that repeats a question in the header of its answer, and writes the last answer of a
-# long conversation differently.
 REPEATS = f"""{TOOLS}\
 {{%- for m in messages %}}
 {{{{- '<|im_start|>' + m.role }}}}
@@ -106,14 +99,13 @@ OWN = {
     "endless": ENDLESS,
     "repeats": REPEATS,
 }
-# Values in the arguments of calls.
 VALUES = [1, 1.0, -0.5, None, "", " ", True, {"x": None, "y": [7, {"z": None}]}, 'it\'s "so" \\ /']
 WRITTEN = re.compile(r"<[|｜][^|｜<>\n]{1,30}[|｜]>|</?s>|<(?:start|end)_of_turn>")  # noqa: RUF001
 
 
 def templates() -> dict[str, str]:
     found = {name: unmarked(template) for name, template in TEMPLATES.items()} | OWN
-    if trl := importlib.util.find_spec("trl"):  # does not import it
+    if trl := importlib.util.find_spec("trl"):
         (folder,) = trl.submodule_search_locations or ["."]
         for file in sorted((Path(folder) / "chat_templates").glob("*.jinja")):
             text = re.sub(r"{%-?\s*(?:end)?generation\s*-?%}", "", file.read_text())
@@ -133,9 +125,7 @@ def tokenizer_of(template: str) -> Any:
 
 
 def sort_keys(value: Any) -> Any:
-    """Returns a value with the keys of its objects sorted, as swift-transformers writes them.
-    Objects in strings of JSON are sorted too.
-    """
+    """Returns a value with the keys of its objects sorted, as swift-transformers writes them."""
     if isinstance(value, dict):
         return {key: sort_keys(value[key]) for key in sorted(value)}
     if isinstance(value, list):
@@ -160,7 +150,6 @@ def write_special(value: Any, chance: random.Random) -> Any:
 
 
 def without_reasoning(record: dict) -> dict:
-    """Returns a record whose messages have no `reasoning_content`, which the app does not read."""
     messages = [
         each
         for value in record.values()
@@ -189,10 +178,6 @@ def with_values(record: dict, chance: random.Random) -> dict:
 
 
 def records() -> list[tuple[dict, str]]:
-    """Returns records, each with the part of it in the loss: "all" or "answers".
-
-    Every other record has tools.
-    """
     chance = random.Random(SEED)
     found: dict[bool, list[dict]] = {False: [], True: []}
 
@@ -217,7 +202,6 @@ def records() -> list[tuple[dict, str]]:
     return [(each, "all" if chance.random() < 0.2 else "answers") for each in mixed[:EACH]]
 
 
-# Columns and keys of records as people have them, some of which are never content.
 OTHERS = {
     "context": "It is noon.", "hint": ["a", 1], "Notes": {"a": None}, "system": "Be terse.",
     "answer": 7, "is_ok": False, "question": "Why?", "input": "x", "reward": 0.0,
@@ -232,9 +216,6 @@ def others(chance: random.Random, but: dict) -> dict:
 
 
 def varied(record: dict, chance: random.Random) -> dict:
-    """Returns a record of any kind with the texts of a conversation, and with columns, keys and
-    nulls besides.
-    """
     said = [each for value in record.values() if isinstance(value, list) for each in value]
     words = [each["content"] for each in said if isinstance(each.get("content"), str)]
     a, b, c = (chance.choice([*words, "Why?", " So.", "Yes\r\nno\u200b."]) for _ in range(3))
@@ -307,9 +288,6 @@ def cases() -> Iterator[dict[str, Any]]:
 
 
 def answer(asked: dict[str, Any], template: str) -> Any:
-    """Returns the answer of the template's tokenizer to a request. Raises the errors of the
-    template.
-    """
     tokenizer = tokenizer_of(template)
     if asked["do"] == "encode":
         return list(tokenizer.encode(asked["text"], add_special_tokens=asked["addsSpecialTokens"]))

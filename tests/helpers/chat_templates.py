@@ -1,5 +1,3 @@
-"""Minimal chat templates of several families, and their tokens."""
-
 # A template in ChatML. In the templates of this file, ⟦ and ⟧ stand where TRL's copies mark the
 # beginning and the end of an answer.
 CHATML = """\
@@ -36,8 +34,7 @@ QWEN = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# A template that keeps thoughts only in answers after the last question. If the last answer has no
-# thoughts, the template writes empty ones.
+# A template that keeps thoughts only in answers after the last question.
 QWEN3 = """\
 {%- if tools %}{{- '<|im_start|>system\\n# Tools' }}
 {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '<|im_end|>\\n' }}

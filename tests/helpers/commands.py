@@ -1,5 +1,3 @@
-"""Runs commands of the package and the tools, in this process or in a separate one."""
-
 import ctypes
 import os
 import subprocess
@@ -19,7 +17,6 @@ def command(module: str, *arguments: object) -> list[str]:
 
 
 def run(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
-    """Runs a command in this process, because starting Python takes longer than most commands."""
     return invoke(
         import_module(f"mesp.commands.{module}").main, f"mesp-{module}", *arguments, **options
     )
@@ -38,7 +35,6 @@ HANG = 900
 def wait_for(
     condition: Callable[[], bool], process: subprocess.Popen | None = None, pause: float = 0.02
 ) -> None:
-    """Waits until the condition is true. Fails if it hangs, or if `process` ends before."""
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() - begun < HANG
@@ -59,9 +55,7 @@ def without_privileges() -> None:
 def invoke(
     main: click.Command, name: str, *arguments: object, cwd: Path | None = None, **options: object
 ) -> subprocess.CompletedProcess:
-    """Runs a command in this process, and returns its output and exit status. `options` are those
-    of CliRunner, such as `env`.
-    """
+    """`options` are those of CliRunner, such as `env`."""
     before = Path.cwd()
     os.chdir(cwd or before)
     try:

@@ -5,7 +5,6 @@ or moved.
 changes. A change maps a key's path to its new value, or to DELETED. An answer is "refused", "not a
 model" if transformers refuses the configuration too, or the fields of the manifest's architecture
 that differ from those of the unchanged configuration.
-`tests/models/test_transformers.py` compares each answer with transformers.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from mesp.models.config_json import KNOWN
 FILE = Path(__file__).with_name("configurations.json")
 DELETED = "-"
 LENGTH = 24  # tokens
-KEPT = 40  # changes of each class in the table
+KEPT = 40
 _UNREAD = ("model_type", "transformers_version", "dtype", "architectures", "per_layer_config")
-# A value for each key that changes a model whose class reads the key.
 VALUES: dict[str, Any] = {
     "attention_bias": True, "attention_multiplier": 3.0, "attn_logit_softcapping": 2.0,
     "block_auto_adjust_ff_dim": False, "block_ff_dim": 8, "conv_L_cache": 2, "conv_bias": True,
@@ -97,7 +95,6 @@ def _changes_of_rope(text: dict[str, Any], prefix: str, draw: random.Random) -> 
 
 
 def changes(name: str, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns changes of a configuration, in an order that does not depend on their number."""
     draw = random.Random(name)
     prefix = "text_config." if "text_config" in config else ""
     text = config.get("text_config", config)
@@ -129,7 +126,6 @@ def changed(config: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fields(value: Any, path: str = "") -> dict[str, Any]:
-    """Returns the fields of a manifest's architecture, with short lists of frequencies."""
     if isinstance(value, dict):
         value = {
             k: (len(v), *v[1:2], *v[-1:]) if k == "frequencies" else v for k, v in value.items()
@@ -147,7 +143,6 @@ def _fields(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def answer(config: dict[str, Any], base: dict[str, Any]) -> Any:
-    """Returns MeSP's answer to a configuration that is a change of `base`."""
     try:
         found = _fields(Architecture.from_config(config, LENGTH).to_manifest())
     except MespError:
@@ -164,9 +159,7 @@ def read_table() -> dict[str, Any]:
 def write_table(
     bases: dict[str, dict[str, Any]], is_model: Callable[[str, dict[str, Any]], bool]
 ) -> None:
-    """Writes the answers to some changes of each configuration. `is_model` tells from a name and a
-    change whether transformers makes a model.
-    """
+    """`is_model` tells from a name and a change whether transformers makes a model."""
     table: dict[str, Any] = {}
     for name, config in bases.items():
         answers = []

@@ -1,5 +1,3 @@
-"""Hypothesis strategies for damaged files."""
-
 from __future__ import annotations
 
 import json
@@ -31,7 +29,6 @@ JSON = st.recursive(
 
 
 def paths(value: object, path: tuple = ()) -> list[tuple]:
-    """Returns the paths of `value` and of all values inside it, as tuples of keys and indices."""
     inner = []
     if isinstance(value, dict):
         inner = value.items()
@@ -42,7 +39,6 @@ def paths(value: object, path: tuple = ()) -> list[tuple]:
 
 @st.composite
 def changed(draw: st.DrawFn, value: object) -> object:
-    """Draws a copy of a JSON value, with up to two of the values inside it replaced or removed."""
     value = json.loads(json.dumps(value))
     for _ in range(draw(st.integers(1, 2))):
         inner = [path for path in paths(value) if path]
@@ -61,9 +57,6 @@ def changed(draw: st.DrawFn, value: object) -> object:
 
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """Draws `data` with up to 9 random bytes written at a random place, and sometimes cut off after
-    them.
-    """
     at = draw(st.integers(0, len(data)))
     middle = draw(st.binary(max_size=9))
     rest = data[at + len(middle) :] if draw(st.booleans()) else b""
@@ -71,6 +64,5 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 def texts(original: bytes) -> st.SearchStrategy[bytes]:
-    """Returns a strategy for a JSON text: the original, damaged bytes, or a changed value."""
     values = changed(json.loads(original)).map(lambda value: json.dumps(value).encode())
     return st.just(original) | damaged(original) | values

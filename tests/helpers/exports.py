@@ -1,5 +1,3 @@
-"""Runs `mesp-export` in the test's process."""
-
 import sys
 from pathlib import Path
 
@@ -19,7 +17,6 @@ def export(*arguments: object) -> Result:
 
 
 def exported(*arguments: object) -> Bundle:
-    """Exports to ``out.mesp`` in the working folder, and returns the verified bundle."""
     result = export(*arguments, "--out", "out.mesp", "--overwrite")
     assert result.exit_code == 0, result.output
     bundle = Bundle("out.mesp")
@@ -28,7 +25,7 @@ def exported(*arguments: object) -> Bundle:
 
 
 def refused(*arguments: object) -> str:
-    """Checks that an export fails with status 2 and writes no files. Returns the error's line."""
+    """Returns the error's line."""
     before = sorted(Path().rglob("*"))
     result = export(*arguments)
     assert result.exit_code == 2, result.output

@@ -1,9 +1,5 @@
 #!/usr/bin/env python3
-"""Stands in for mesp-engine: keeps the contract of docs/formats.md, but trains nothing.
-
-The variable FAKE_ENGINE chooses the behaviour of a training run:
-
-- `slow`: a step takes 20 ms.
+"""- `slow`: a step takes 20 ms.
 - `deaf`: a step takes 20 ms, and signals do not stop the run.
 - `refuse`: the engine fails before it writes a log.
 - `fail`: the run fails after three steps.

@@ -25,14 +25,12 @@ def write_records(path: Path, records: list[dict]) -> None:
 
 
 def federation(bundle: Path, data: Path, output: Path, *options: object) -> Federation:
-    """Returns the federation that `mesp federate` would run with these options."""
     arguments = (bundle, "--data", data, "--out", output, *options)
     with main.make_context("mesp federate", [*map(str, arguments)]) as context:
         return prepare_federation(context)
 
 
 def trained_here(bundle: Path, output: Path, *options: object) -> Arrays:
-    """Runs mesp-train on the bundle without clients, and returns the adapters' arrays."""
     call("train", bundle, "--out", output, "--val-batches", 0, *options)
     return read_arrays(output / "adapters")
 

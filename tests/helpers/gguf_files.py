@@ -1,5 +1,3 @@
-"""Writes tiny models as GGUF files, in the form of llama.cpp's convert_hf_to_gguf.py."""
-
 from __future__ import annotations
 
 import json
@@ -60,7 +58,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # routed_scaling_factor.
     "qwen3_moe": ("qwen3moe", FAMILIES["qwen3_moe"] | {"mlp_only_layers": []}),
     "lfm2_moe": ("lfm2moe", FAMILIES["lfm2_moe"] | {"routed_scaling_factor": 1.0}),
-    # Each row has a multiple of 256 weights, the block size of GGUF's K-quants.
     "wide": (
         "qwen2",
         TINY
@@ -122,7 +119,6 @@ def write_gguf(
 
 
 def _stacked(config: dict[str, Any], tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Stacks the experts' matrices into tensors of shape [experts, out, in]."""
     names = {theirs: ours for ours, theirs in EXPERT_MATRICES.get(config["model_type"], {}).items()}
     found, experts = {}, {}
     for key, tensor in tensors.items():
@@ -246,7 +242,6 @@ def _converted(name: str, config: dict[str, Any], key: str, array: np.ndarray) -
 
 
 def write_vocabulary(writer: gguf.GGUFWriter, kind: str, folder: Path, size: int) -> None:
-    """Writes a vocabulary of numbers, of pieces, or of `write_tokenizer`'s tokens."""
     merges = []
     if kind == "numbers":
         tokens, types = [str(token) for token in range(size)], [1] * size

@@ -1,5 +1,3 @@
-"""LFM3 for mlx-lm, built from mlx-lm's LFM2."""
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +122,6 @@ class Model(nn.Module):
         return self.model.embed_tokens.as_linear(self.model(inputs, cache))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Renames transformers' weights for mlx-lm, and transposes convolutions to MLX's layout."""
         found = {}
         for name, array in weights.items():
             if name.endswith("conv.conv.weight") and array.shape[-1] > array.shape[1]:

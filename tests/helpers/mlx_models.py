@@ -1,7 +1,4 @@
-"""Tiny checkpoints in MLX's format, as on mlx-community.
-
-mlx-lm makes these models with random weights, quantizes them and saves them.
-"""
+"""Tiny checkpoints in MLX's format, as on mlx-community."""
 
 from __future__ import annotations
 
@@ -75,11 +72,8 @@ def write_mlx_model(
     say: Callable[[dict[str, Any]], object] = lambda config: None,
     seed: int = 0,
 ) -> Path:
-    """Writes a model's folder and returns it.
-
-    `dtype` is the dtype of the weights before they are quantized. For a module's path, `own`
-    returns False, True or the quantization settings. `edit` changes the tensors before they are
-    saved. `say` changes the language model's part of the config.json.
+    """`dtype` is the dtype of the weights before they are quantized. For a module's path, `own`
+    returns False, True or the quantization settings.
     """
     model = mlx_lm_model(config, seed=seed)
     model.set_dtype(getattr(mx, dtype))
@@ -107,10 +101,7 @@ def write_mlx_model(
 
 
 def write_variation(folder: Path, family: str, seed: int) -> Path:
-    """Writes a random variation of a family's model, which may be invalid.
-
-    With the seeds 0 to 3, each family has at least two valid models.
-    """
+    """With the seeds 0 to 3, each family has at least two valid models."""
     draw = random.Random(f"{family} {seed}")
     config = dict(CONFIGS[family])
     _vary_shapes(config, draw)
@@ -132,10 +123,8 @@ def write_variation(folder: Path, family: str, seed: int) -> Path:
 
 
 def with_few_values(tensors: Tensors, bits: int, group_size: int) -> Tensors:
-    """Returns tensors with the matrices [out, in] quantized to few values per group, as in
-    published 1-bit and 2-bit models.
-
-    With 1 bit, the values are ±d. With 2 bits, they are 0 and ±d. Each group has its own float16 d.
+    """With 1 bit, the values are ±d. With 2 bits, they are 0 and ±d. Each group has its own float16
+    d.
     """
     found = dict(tensors)
     for name, matrix in tensors.items():
@@ -175,7 +164,6 @@ def _vary_shapes(config: dict[str, Any], draw: random.Random) -> None:
 def _vary_quantizations(
     draw: random.Random, is_affine: bool
 ) -> Callable[[str], bool | dict[str, Any]]:
-    """Returns a function that maps a module's path to its quantization settings, or to a bool."""
     kind = draw.choice(["alike", "alike", "head", "mixed", "mode"])
     left = draw.choice(["q_proj", "embed_tokens"]) if draw.random() < 0.05 else "none"
     own = random.Random(draw.random())
@@ -238,7 +226,7 @@ _SCALINGS: list[dict[str, Any]] = [
     {"type": "mrope", "mrope_section": [4, 6, 6]},
 ]
 _UNKNOWN = {"rope_type": "dynamic", "factor": 2.0}
-# The values to which `_vary_config` may change keys. A key with None is only removed.
+# The values to which `_vary_config` may change keys.
 _CHANGED = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000,
@@ -282,10 +270,7 @@ def _vary_config(text: dict[str, Any], draw: random.Random) -> None:
 
 
 def add_terms(folder: Path, license: str = "other") -> list[str]:
-    """Adds license files, a model card and a Python file to a model's folder.
-
-    Returns the names of the license files.
-    """
+    """Returns the names of the license files."""
     terms = ["LICENSE", "Notice.txt", "USE_POLICY.md"]
     for name in terms:
         (folder / name).write_text(f"The {name} of a model.\n")

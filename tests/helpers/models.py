@@ -1,5 +1,3 @@
-"""Tiny random models, as Hugging Face folders and in mlx-lm."""
-
 import json
 import sys
 from collections.abc import Callable
@@ -293,13 +291,11 @@ EXPERT_MATRICES = {
     "lfm2_moe": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     "qwen3_moe": {name: name for name in ("gate_proj", "up_proj", "down_proj")},
 }
-# A head size that the GPU's fused attention supports.
 HEADS_64 = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.\n\n" * 80
 
 
 def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
-    """Returns random float32 weights by their Hugging Face names."""
     arch = Architecture.from_config(config)
     keys = iter(mx.random.split(mx.random.key(seed), 20 * arch.num_hidden_layers + 3))
 
@@ -360,9 +356,7 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Writes a byte-level BPE tokenizer with at most `vocab_size` tokens. Token 0 is
-    <|endoftext|>.
-    """
+    """Token 0 is <|endoftext|>."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -406,10 +400,7 @@ def write_model(
 
 
 def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[str, mx.array]]:
-    """Returns a config.json and tensors in the form in which models of the family are published.
-
-    In that form, layers may be fused, and the language model may be part of a multimodal model.
-    """
+    """Returns a config.json and tensors in the form in which models of the family are published."""
     family = families.FAMILIES[config["model_type"]]
     texts, tensors = family.texts, dict(tensors)
     for theirs, parts in family.hf_modules:
@@ -430,7 +421,6 @@ def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[st
 
 
 def write_mixed_model(folder: Path, config: dict, recipe: str = "mixed_4_6") -> Path:
-    """Writes a model that mlx-lm quantizes by one of its mixed recipes, with a head in 8 bits."""
     from mlx_lm.convert import mixed_quant_predicate_builder
 
     model = mlx_lm_model(config)
@@ -479,12 +469,10 @@ def mlx_lm_model(
 
 
 def text_of(model: nn.Module) -> nn.Module:
-    """Returns the language model of a model that may be multimodal."""
     return getattr(model, "language_model", model)
 
 
 def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
-    """Returns the arrays of mlx-lm's block, with the names and the layout of a bundle."""
     arch, arrays = block.arch, {}
     # mlx-lm adds Qwen3.5's offset on loading
     offset = 0 if arch.model_type.startswith("qwen3_5") else arch.norm_offset
@@ -497,8 +485,8 @@ def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
 
 
 def mask_of(block: Block, length: int) -> mx.array | None:
-    """Returns the causal mask of a block's attention, limited to its sliding window if it has one.
-    Returns None if the mixer is not attention.
+    """Returns the causal mask of a block's attention, limited to its sliding window if it
+    has one.
     """
     if not isinstance(block.mixer, AttentionMixer):
         return None
@@ -506,7 +494,6 @@ def mask_of(block: Block, length: int) -> mx.array | None:
 
 
 def residual_factor(layer: nn.Module) -> float:
-    """Returns the factor by which mlx-lm's block multiplies the terms that it adds to x."""
     if hasattr(layer, "scale_depth"):
         return layer.scale_depth / layer.num_hidden_layers**0.5
     return getattr(layer, "residual_multiplier", 1.0)
@@ -519,10 +506,8 @@ def run_layer(
     per_layer: mx.array | None = None,
     shared: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
-    """Returns the output of mlx-lm's block for the inputs of MeSP's block.
-
-    mlx-lm's block may multiply its residual terms by a factor m. It then gets m · x, and its output
-    is divided by m. The query factor of Ministral 3 is 1 for short sequences.
+    """mlx-lm's block may multiply its residual terms by a factor m. It then gets m · x, and its
+    output is divided by m. The query factor of Ministral 3 is 1 for short sequences.
     """
     factor = residual_factor(layer)
     if block.arch.per_layer:
@@ -533,7 +518,6 @@ def run_layer(
 
 
 def given_to(block: Block, T: int) -> dict[str, Any]:
-    """Returns random arrays for the inputs of a block besides x."""
     given: dict[str, Any] = {}
     mixer = block.mixer
     if block.arch.per_layer:
@@ -545,7 +529,6 @@ def given_to(block: Block, T: int) -> dict[str, Any]:
 
 
 def dequantize_once(patch: pytest.MonkeyPatch) -> None:
-    """Caches the results of `mx.dequantize`, which would take much of a small step's time."""
     dequantize, known = mx.dequantize, {}
 
     def remembered(packed: mx.array, *others: mx.array, **options: object) -> mx.array:
@@ -566,7 +549,7 @@ def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> N
     """Replaces modules of mlx-lm's block by LoRALinear, LoRASwitchLinear or DoRALinear, with the
     arrays of `flat`.
 
-    DoRALinear is used if `flat` has magnitudes. Only the arrays of `flat` are trainable.
+    DoRALinear is used if `flat` has magnitudes.
     """
     modules = dict(layer.named_modules())
     wrapped = []
@@ -588,8 +571,8 @@ def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> N
 
 
 def byte_tokenizer(folder: Path, has_begin: bool, adds_begin: bool) -> TokenizerWrapper:
-    """Returns a tokenizer with a token for each byte. Token 0 ends a text, and token 1 begins a
-    text if `has_begin`. If `adds_begin`, encoding puts token 1 before each text.
+    """Token 0 ends a text, and token 1 begins a text if `has_begin`. If `adds_begin`, encoding puts
+    token 1 before each text.
     """
     end, begin, *others = (f"<0x{byte:02X}>" for byte in range(256))
     vocabulary = {token: byte for byte, token in enumerate([end, begin, *others])}

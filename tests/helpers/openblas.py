@@ -1,7 +1,5 @@
-"""Makes MLX multiply with OpenBLAS in this process, which is much faster.
-
-Import this module before MLX. If a `cblas_sgemm` is loaded globally, libmlx calls it instead of its
-own BLAS. The library built here maps `cblas_sgemm` to `scipy_cblas_sgemm` of the wheel
+"""Import this module before MLX. If a `cblas_sgemm` is loaded globally, libmlx calls it instead of
+its own BLAS. The library built here maps `cblas_sgemm` to `scipy_cblas_sgemm` of the wheel
 scipy-openblas32.
 """
 
@@ -19,10 +17,7 @@ LIBRARY = ROOT / ".build" / "openblas.so"
 
 
 def load() -> None:
-    """Loads the library, and builds it first if it is missing or older than its sources.
-
-    Does nothing without the wheel scipy-openblas32 or without a C++ compiler.
-    """
+    """Does nothing without the wheel scipy-openblas32 or without a C++ compiler."""
     spec = importlib.util.find_spec("scipy_openblas32")
     compiler = shutil.which("clang++") or shutil.which("c++")
     if spec is None or compiler is None:

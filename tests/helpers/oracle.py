@@ -21,8 +21,6 @@ Parameters = dict[str, mx.array]  # by their names in adapters.safetensors
 
 @dataclass
 class Recipe:
-    """The settings of a run of `Oracle.train`."""
-
     optimizer: optim.Optimizer
     optimizer_of_b: optim.Optimizer | None = None  # if set, trains the matrices B
     sequences: int = 1  # sequences per step

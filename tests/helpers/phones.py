@@ -1,5 +1,3 @@
-"""Phones that the stand-ins of xcrun and pymobiledevice3 report as attached."""
-
 import json
 import os
 import sys
@@ -17,7 +15,6 @@ class Phones:
         self.program = "xcrun"
 
     def add(self, name: str, **more: object) -> Path:
-        """Attaches a phone, and returns the folder of its app's runs."""
         number = len(self.world["devices"])
         container = self.folder / f"container-{number}"
         (container / "Documents").mkdir(parents=True)
@@ -27,7 +24,6 @@ class Phones:
         return container / "Documents" / "runs"
 
     def environment(self) -> dict[str, str]:
-        """Returns an environment with a fake `self.program` that reports the phones."""
         described = self.folder / "phones.json"
         described.write_text(json.dumps(self.world))
         programs = self.folder / "programs"

@@ -1,5 +1,3 @@
-"""Reads and encodes records in tests."""
-
 from __future__ import annotations
 
 import json
@@ -25,7 +23,6 @@ def encode(
 
 
 def content(record: AnyRecord) -> Any:
-    """Returns what a record was read from, apart from its prompt's form."""
     match record:
         case Text():
             return record.text if record.is_file else {"text": record.text}

@@ -12,8 +12,7 @@ def write_run(
     seed: int = 0,
     ago: timedelta = timedelta(0),
 ) -> Path:
-    """Writes a run and returns its folder. The loss is 4 in the first step and falls by 0.1 per
-    step."""
+    """The loss is 4 in the first step and falls by 0.1 per step."""
     time = f"{datetime.now(UTC) - ago:%Y-%m-%dT%H:%M:%SZ}"
     settings = {"method": "mesp", "seq_len": 256, "rank": 8, "seed": seed}
     start = {"type": "start", "model": {"name": "Qwen2.5-0.5B"}, "settings": settings}

@@ -1,5 +1,3 @@
-"""The schedules of the learning rate: their formula in float64, and mlx.optimizers' in float32."""
-
 from __future__ import annotations
 
 import math
@@ -10,7 +8,6 @@ import mlx.optimizers as optim
 
 
 def learning_rate(rate: float, schedule: str, steps: int, warmup: int, step: int) -> float:
-    """Returns the learning rate of update `step`, from 0, as `docs/formats.md` defines it."""
     start = warmup + 1 if warmup else 0
     if step < start:
         return rate * step / warmup
@@ -26,7 +23,6 @@ def learning_rate(rate: float, schedule: str, steps: int, warmup: int, step: int
 def of_mlx(
     rate: float, schedule: str, steps: int, warmup: int
 ) -> Callable[[mx.array | int], mx.array]:
-    """Returns the schedule of mlx.optimizers, joined as in mlx-lm's `build_schedule`."""
     start = warmup + 1 if warmup else 0
     decay: Callable = lambda step: mx.array(rate)  # noqa: E731
     if schedule == "linear":

@@ -5,7 +5,6 @@ from helpers.paths import ROOT
 
 
 def copy_sources(target: Path) -> None:
-    """Copies the files that `.dockerignore` allows, without `.build` folders, into a new folder."""
     target.mkdir()
     for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
         if line.startswith("!"):

@@ -1,4 +1,4 @@
-"""A fake of Flower's SuperLink with the Fleet protocol over HTTP. A test chooses its answers."""
+"""A fake of Flower's SuperLink with the Fleet protocol over HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ def varint(number: int) -> bytes:
 
 
 def field(number: int, value: int | bytes) -> bytes:
-    """Returns a protobuf field: a varint, or length-delimited bytes."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     return varint(number << 3 | 2) + varint(len(value)) + value
@@ -31,7 +30,6 @@ def fixed64(number: int, value: bytes) -> bytes:
 
 
 def an_object(kind: str, children: list[str], body: bytes) -> tuple[str, bytes]:
-    """Returns the id and the content of an object in Flower's format."""
     content = f"{kind} {','.join(children)} {len(body)}".encode() + b"\0" + body
     return hashlib.sha256(content).hexdigest(), content
 
@@ -40,8 +38,7 @@ class SuperLink:
     """Answers each call with the function in `answers` that has the call's name, and records all
     calls.
 
-    Without a function, a call gets a default answer. A function's argument is the HTTP handler,
-    which has the request in `body`.
+    Without a function, a call gets a default answer.
     """
 
     def __init__(self, **answers: Callable[[BaseHTTPRequestHandler], bytes | None]) -> None:
@@ -90,9 +87,7 @@ class SuperLink:
 
 
 def message(objects: list[str], created: float | None = None) -> bytes:
-    """Returns an answer to pull-messages with one message. The first object is its root, and the
-    others are the root's children.
-    """
+    """Returns an answer to pull-messages with one message."""
     created = time.time() if created is None else created
     root = objects[0]
     metadata = field(1, 7) + field(2, root.encode()) + field(3, 1) + field(4, 5)
@@ -122,9 +117,7 @@ def _value(value: Value) -> bytes:
 
 
 def question(arrays: dict[str, np.ndarray], config: dict[str, Value]) -> dict[str, bytes]:
-    """Returns the objects, by id, of a message that asks a node to train. The first object is the
-    root.
-    """
+    """The first object is the root."""
     objects: dict[str, bytes] = {}
 
     def add(kind: str, children: list[str], body: bytes) -> str:
@@ -156,7 +149,6 @@ def question(arrays: dict[str, np.ndarray], config: dict[str, Value]) -> dict[st
 
 
 def asking(*questions: dict[str, bytes]) -> dict[str, Callable[[BaseHTTPRequestHandler], bytes]]:
-    """Returns functions for `SuperLink` that send these messages, one after another."""
     messages = iter([message([*objects]) for objects in questions])
     contents = {each: content for objects in questions for each, content in objects.items()}
 

@@ -1,5 +1,3 @@
-"""Compiles the Swift package's modules and reads their public declarations."""
-
 import json
 import shutil
 import subprocess
@@ -14,14 +12,11 @@ from mesp.engine.build import find_engine
 PARTS = ("Sentences", "Files", "Bundle", "Import", "Adapters", "Core", "Control", "")
 PARTS += ("Federation", "Download", "SelfCheck", "AppModel", "Tokenizers")
 STAND_INS = ROOT / "tests" / "app" / "stand_ins"
-# A source like the one that SwiftPM adds to a target with resources.
 RESOURCES = "import Foundation\nextension Bundle { static let module = Bundle.main }\n"
-TYPES = {"class", "struct", "enum", "protocol", "actor"}
 IMPLICIT = {"Copyable", "Escapable", "SendableMetatype"}
 
 
 def tool(name: str) -> str:
-    """Returns the path of a program of the Swift toolchain."""
     found = shutil.which(name)
     if not found and shutil.which("xcrun"):
         found = subprocess.check_output(["xcrun", "--find", name], text=True).strip()
@@ -38,7 +33,7 @@ def sources(part: str) -> list[Path]:
 
 
 def write_symbol_graphs(folder: Path) -> Path:
-    """Compiles the modules without function bodies. Returns the folder of symbol graphs."""
+    """Returns the folder of symbol graphs."""
     build = find_engine().parent  # contains MLX's compiled module
     modules, graphs, resources = folder / "modules", folder / "graphs", folder / "Resources.swift"
     modules.mkdir(parents=True)
@@ -72,34 +67,18 @@ def run(command: list) -> None:
 
 
 class Symbol(NamedTuple):
-    identifier: str
     module: str
-    kind: str  # without the language: "struct", "method", "enum.case"
     path: tuple[str, ...]
     declaration: str
     # Whether the declaration, or a requirement that it meets, has a comment.
     is_documented: bool
-    is_required: bool
-    references: frozenset[str]
     conformances: tuple[str, ...]
-    # Whether the declaration is in an extension of a type from outside the package.
-    is_in_foreign_type: bool
-
-    @property
-    def is_type(self) -> bool:
-        return self.kind in TYPES
-
-    @property
-    def name(self) -> str:
-        """The name without argument labels."""
-        return self.path[-1].partition("(")[0]
 
 
 def public_symbols(graphs: Path) -> list[Symbol]:
-    """Returns the public declarations of the symbol graphs, module by module."""
     found = []
     for file in sorted(graphs.glob("*.symbols.json")):
-        module, _, extended = file.name.removesuffix(".symbols.json").partition("@")
+        module = file.name.removesuffix(".symbols.json").partition("@")[0]
         graph = json.loads(file.read_text(encoding="utf-8"))
         relations: dict[str, list[dict]] = {}
         for each in graph["relationships"]:
@@ -109,27 +88,20 @@ def public_symbols(graphs: Path) -> list[Symbol]:
             if "::SYNTHESIZED::" in identifier or kind == "swift.extension":
                 continue
             fragments, related = each["declarationFragments"], relations.get(identifier, [])
-            asks = {"requirementOf", "optionalRequirementOf", "overrides"}
             conforms = (r.get("targetFallback") for r in related if r["kind"] == "conformsTo")
             found.append(
                 Symbol(
-                    identifier,
                     module,
-                    kind.removeprefix("swift."),
                     tuple(each["pathComponents"]),
                     " ".join("".join(part["spelling"] for part in fragments).split()),
                     "docComment" in each,
-                    any("sourceOrigin" in r or r["kind"] in asks for r in related),
-                    frozenset(f.get("preciseIdentifier", "") for f in fragments),
                     tuple(sorted({c.split(".")[-1] for c in conforms if c} - IMPLICIT)),
-                    bool(extended) and not extended.startswith("MeSP"),
                 )
             )
     return found
 
 
 def public_api(symbols: list[Symbol]) -> str:
-    """Returns the declarations of MeSP and MeSPTokenizers, one a line."""
     lines = []
     for each in symbols:
         if each.module in ("MeSP", "MeSPTokenizers"):

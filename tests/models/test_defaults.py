@@ -1,7 +1,3 @@
-"""Compares with transformers how a config.json is read if keys are missing, changed or of another
-family.
-"""
-
 from __future__ import annotations
 
 import json
@@ -20,7 +16,7 @@ from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
 from mesp.models.families import FAMILIES as KNOWN
 
-# Only language models are tested. A multimodal configuration contains one of them.
+# Only language models are tested.
 TEXTS = {
     name: config | {"model_type": "gemma4_text"} if name == "gemma4" else config
     for name, config in FAMILIES.items()
@@ -34,7 +30,6 @@ TEXTS.pop("lfm3", None)  # in transformers, RoPE of type "default" differs
 
 
 def read_by_transformers(config: dict) -> dict:
-    """Returns the config.json that transformers writes after it reads `config`."""
     its = CONFIG_MAPPING[config["model_type"]].from_dict(json.loads(json.dumps(config)))
     return json.loads(its.to_json_string(use_diff=False))
 
@@ -92,7 +87,7 @@ def test_the_number_of_experts_by_either_name():
     assert reading(both) == reading(config | {"num_experts": number + 1})
 
 
-# Keys that may be left unread. Most concern training, initialization, generation or metadata.
+# Keys that may be left unread.
 NOTHING = frozenset(
     ("attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "use_cache",
      "output_router_logits", "router_aux_loss_coef", "pad_token_id", "bos_token_id", "eos_token_id",
@@ -173,7 +168,6 @@ TABLE = configurations.read_table()
 
 @pytest.mark.parametrize("name", TABLE)
 def test_answers_to_changed_configurations(name):
-    """`test_transformers.py` compares the same answers with transformers."""
     base, answers = TABLE[name]["config"], TABLE[name]["answers"]
     for change, expected in answers:
         found = configurations.answer(configurations.changed(base, change), base)

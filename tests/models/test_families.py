@@ -1,5 +1,3 @@
-"""Tests each family against mlx-lm: export, training and generation with the real engine."""
-
 import json
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from mesp.models.architecture import Architecture
 pytestmark = pytest.mark.slow
 SEQ_LEN = 24
 VAL_BATCHES = 4
-IGNORED_WINDOWS = ("mistral", "gemma2", "phi3")  # mlx-lm has no sliding windows for them
+IGNORED_WINDOWS = ("mistral", "gemma2", "phi3")
 
 
 def write(family: str, folder: Path) -> Path:
@@ -36,7 +34,6 @@ def write(family: str, folder: Path) -> Path:
 
 
 def quantization(path: str, module: nn.Module) -> bool | dict:
-    """Returns mlx-lm's quantization of a module: 8 bits for routers, and the default for others."""
     routers = (".mlp.gate", ".feed_forward.gate", ".router.layer", ".shared_expert_gate")
     return {"group_size": 64, "bits": 8} if path.endswith(routers) else True
 
@@ -96,9 +93,6 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_steps_on_experts_are_those_of_mlx_lm(family: str, tmp_path: Path):
-    """Five steps of SGD agree with automatic differentiation of mlx-lm's LoRALinear and
-    LoRASwitchLinear.
-    """
     rank, rate, steps = 4, 0.1, 5
     text, bundle = tmp_path / "text.txt", tmp_path / "b.mesp"
     text.write_text(TEXT)

@@ -84,7 +84,6 @@ def test_kinds_of_attention(name, windows, layers):
 
 
 def test_defaults_of_the_patterns():
-    """A missing pattern gets Hugging Face's default."""
     gemma3 = {k: v for k, v in FAMILIES["gemma3_text"].items() if k != "sliding_window_pattern"}
     arch = Architecture.from_config({**gemma3, "num_hidden_layers": 14})
     assert arch.layers == (0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0)
@@ -268,9 +267,7 @@ def test_layers_and_rope_of_lfm3():
 
 
 def test_gemma4():
-    """Some blocks have no keys and values of their own. They use those of the last block before
-    them that has the same kind of attention and its own keys and values.
-    """
+    """Some blocks have no keys and values of their own."""
     arch = Architecture.from_config(KNOWN["Gemma-4-E2B"][2])
     sliding, full, after_sliding, after_full = arch.mixers
     assert arch.layers[:15] == (0, 0, 0, 0, 1) * 3 and arch.layers[15:] == (2, 2, 2, 2, 3) * 4
@@ -333,7 +330,6 @@ def test_damaged_mixer_is_refused(damage):
 
 
 def test_rope_as_transformers_5_writes_it():
-    """transformers 5 keeps theta, the scaling and the rotated part in `rope_parameters`."""
     for name in ("qwen2", "llama", "phi3", "gemma3_text"):
         config = dict(FAMILIES[name])
         moved = {"rope_theta": config.pop("rope_theta"), "rope_type": "default"}
@@ -497,7 +493,6 @@ def test_a_missing_text_config_is_named():
     ],
 )
 def test_mlx_lm_is_told_the_period_of_layer_types(name, key, other):
-    """transformers writes `layer_types` alone."""
     config = {k: v for k, v in FAMILIES[name].items() if k != key}
     periodic = config | {"layer_types": [other, "full_attention"]}
     assert for_mlx_lm(complete(periodic), 8)[key] == 2

@@ -1,5 +1,3 @@
-"""Tests of RoPE's frequencies against transformers' formulas, which are repeated here."""
-
 import math
 
 import numpy as np
@@ -17,10 +15,8 @@ LLAMA |= {"max_position_embeddings": LONGEST}
 
 
 def turns(scaling: dict | None, length: int = 1, **others: object) -> tuple[np.ndarray, float]:
-    """Returns the RoPE frequencies and scale of a Llama with this `rope_scaling`."""
     config = LLAMA | {"rope_scaling": scaling} | others
     mixer = Architecture.from_config(config, length).mixers[0]
-    # A bundle has the completed config.
     again = Architecture.from_config(complete(config), length).mixers[0]
     assert again == mixer
     return np.array(mixer.frequencies), mixer.rope_scale
@@ -106,7 +102,6 @@ def test_llama3_slows_down_what_turns_seldom_in_the_original_length():
 
 
 def test_the_original_length_beside_the_scaling_comes_first():
-    """transformers prefers the config's original length to the one inside `rope_scaling`."""
     scaling = YARN | {"original_max_position_embeddings": 1}
     found, _ = turns(scaling, original_max_position_embeddings=16384)
     assert found == pytest.approx(yarn(8, 16384), rel=1e-12)
@@ -157,9 +152,7 @@ def test_what_no_formula_reads_of_windows_is_named():
 
 
 def test_mlx_lm_is_told_what_is_equal_or_refused():
-    """mlx-lm has no attention_factor for YaRN, always truncates, and uses only the long factors. A
-    scaling that mlx-lm cannot express is refused.
-    """
+    """mlx-lm has no attention_factor for YaRN, always truncates, and uses only the long factors."""
     from mlx_lm.models.rope_utils import initialize_rope
 
     def told(scaling: dict, length: int = 1) -> dict:

@@ -12,8 +12,7 @@ from mesp.engine.build import CHECKOUT, built_program
 from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN, geometries
 
-# Parameter counts, mostly from the metadata of safetensors files on the Hub. A tied head is counted
-# once, and only language models are counted.
+# Parameter counts, mostly from the metadata of safetensors files on the Hub.
 PUBLISHED = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
@@ -86,7 +85,6 @@ def listed(*options: object) -> Result:
 
 
 def rows(text: str) -> list[list[str]]:
-    """Returns the cells of a Markdown table, by row."""
     lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
@@ -106,7 +104,6 @@ def test_without_an_engine_the_list_has_no_peaks(monkeypatch):
 def test_the_list_plans_what_an_export_would(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MESP_ENGINE", str(FAKE_ENGINE))
-    # A dense model, a mixture of experts, and the model that is exported below.
     of_three = [["Qwen3-0.6B"], ["LFM2-8B-A1B"], ["SmolLM2-135M"]]
     monkeypatch.setattr("mesp.commands.models.geometries", lambda: of_three)
     result = listed()

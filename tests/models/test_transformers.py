@@ -1,8 +1,7 @@
 """Compares logits with transformers for random tiny models, which may also be refused.
 
-A model has random values of the keys of transformers' configuration classes. A failing case is
-reduced before it is printed. `MESP_MODEL_CASES` is the number of cases for each family, and
-`MESP_CONFIG_CHANGES` the largest number of changes of a class's configuration.
+`MESP_MODEL_CASES` is the number of cases for each family, and `MESP_CONFIG_CHANGES` the largest
+number of changes of a class's configuration.
 """
 
 from __future__ import annotations
@@ -132,7 +131,6 @@ _VALUES: dict[str, list[Any]] = {
     "max_position_embeddings": [64, 256],
     "full_attn_idxs": [[0], [1]],
 }
-# Keys that `draw` leaves out of a case's `keys`.
 _KEPT = frozenset(
     ("vocab_size", "hidden_size", "rope_parameters", "layer_types", "model_type", "pad_token_id",
      "bos_token_id", "eos_token_id", "vocab_size_per_layer_input", "mamba_expand",
@@ -212,8 +210,6 @@ _TEXTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model of a family: changed configuration keys, and edits of the saved files."""
-
     family: str
     keys: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] = field(default_factory=dict)
@@ -237,7 +233,6 @@ class Case:
 
 
 def old_rope(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Writes RoPE's keys as in transformers 4."""
     text = config.get("text_config", config)
     rope = text.get("rope_parameters")
     if rope and "full_attention" not in rope:
@@ -250,14 +245,12 @@ def old_rope(config: dict[str, Any], tensors: dict[str, Any]) -> None:
 
 
 def type_alone(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Renames `rope_type` to the older `type`."""
     rope = config.get("text_config", config).get("rope_parameters") or {}
     if "rope_type" in rope:
         rope["type"] = rope.pop("rope_type")
 
 
 def two_types(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Adds the older key `type` with the value "default"."""
     rope = config.get("text_config", config).get("rope_parameters") or {}
     if "rope_type" in rope:
         rope["type"] = "default"
@@ -329,7 +322,6 @@ def draw(family: str, seed: int) -> Case:
 
 
 def configuration(case: Case) -> Any:
-    """Returns transformers' configuration. Raises transformers' error for an invalid case."""
     text = _TEXTS.get(case.family, case.family)
     keys = {**_SIZES, **BASES[text], **case.keys}
     layers = keys["num_hidden_layers"]
@@ -381,7 +373,6 @@ def randomize(model: Any, seed: int) -> None:
 
 
 def save(case: Case, folder: Path) -> None:
-    """Saves the case's model with transformers, then applies its edits."""
     config = configuration(case)
     auto = transformers.AutoModelForCausalLM
     if case.family in _VISION:
@@ -433,7 +424,6 @@ def theirs(family: str, folder: Path, tokens: list[int]) -> np.ndarray | None:
 
 
 def ours(folder: Path, tokens: list[int]) -> np.ndarray:
-    """Returns MeSP's logits in float32. Raises MespError if the model is refused."""
     config = json.loads((folder / "config.json").read_text())
     arch = Architecture.from_config(config, len(tokens))
     check_lengths(config, [len(tokens)])
@@ -450,7 +440,6 @@ TOKENS = [int(each) for each in np.random.default_rng(0).integers(1, 90, LENGTH)
 
 
 def outcome(case: Case, folder: Path) -> str:
-    """Returns the result of a case. See `compared`."""
     shutil.rmtree(folder, ignore_errors=True)
     try:
         with warnings.catch_warnings():
@@ -462,10 +451,7 @@ def outcome(case: Case, folder: Path) -> str:
 
 
 def compared(family: str, folder: Path) -> str:
-    """Compares the logits of a folder's model with transformers'.
-
-    Returns "equal", "refused: …", "wrong: …", or "not a model: …" if transformers refuses it.
-    """
+    """Returns "equal", "refused: …", "wrong: …", or "not a model: …" if transformers refuses it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -529,7 +515,6 @@ def test_the_classes_are_those_of_the_installed_transformers():
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_configuration_is_read_as_transformers_reads_it(name: str, tmp_path: Path):
-    """Every key is deleted, nulled, doubled and moved."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     base = TABLE[name]["config"]

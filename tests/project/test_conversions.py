@@ -1,5 +1,3 @@
-"""Looks in the Swift sources for conversions of floating-point numbers that can trap."""
-
 import re
 from collections.abc import Iterator
 

@@ -24,7 +24,6 @@ def test_what_is_checked_in_is_what_is_generated(path: Path):
 
 
 def changed(name: str, monkeypatch: pytest.MonkeyPatch, **others: object) -> str:
-    """Returns the generated Swift settings after a change to one declaration."""
     (declared,) = [each for each in dataclasses.fields(TrainSettings) if each.name == name]
     default = others.pop("default", declared.default)
     setting: Setting = dataclasses.replace(declared.metadata["setting"], **others)

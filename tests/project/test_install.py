@@ -1,7 +1,3 @@
-"""Tests of wheels, of the Dockerfile, and of the package's entries in PyPI and the Swift Package
-Index.
-"""
-
 import email
 import os
 import re
@@ -27,7 +23,6 @@ DOCKERFILE = ROOT / "Dockerfile"
 def test_a_wheel_has_every_target_of_the_package():
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     manifest = (ROOT / "Package.swift").read_text(encoding="utf-8")
-    # The rest of the manifest is for apps.
     with_wheel, _ = manifest.split("if !hostMLX {")
     paths = re.findall(r'path: "(ios/MeSPTrainer/.+?)"', with_wheel)
     assert paths
@@ -58,7 +53,6 @@ def test_the_dockerfile_has_no_known_fault():
 
 
 def test_the_image_is_that_of_the_tests():
-    """The image's name contains its digest, because a tag can be moved."""
     image = re.search(r"^FROM (\S+)", DOCKERFILE.read_text(encoding="utf-8"), re.M)[1]
     assert re.fullmatch(r"swift:[\w.-]+@sha256:[0-9a-f]{64}", image)
     for workflow in ("ci", "nightly"):
@@ -159,7 +153,6 @@ def test_what_an_engine_needs_of_a_linux_is_compared_with_mlxs_needs():
 
 
 def test_the_package_index_documents_products():
-    """The Swift Package Index ignores a .spi.yml that is too long."""
     text = (ROOT / ".spi.yml").read_text(encoding="utf-8")
     assert len(text.encode()) <= 1_000
     manifest = yaml.safe_load(text)

@@ -24,7 +24,6 @@ def test_values_leave_mlx_only_where_errors_are_checked():
 
 
 def test_arrays_are_made_only_where_they_keep_their_shape_without_memory():
-    """Elsewhere only single numbers become arrays."""
     calls = {
         call
         for path, text in sources().items()

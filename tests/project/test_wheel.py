@@ -1,5 +1,3 @@
-"""Tests of the commands in an installed wheel, away from the checkout (`make test-slow`)."""
-
 from __future__ import annotations
 
 import json
@@ -25,7 +23,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def programs(work: Path) -> Path:
-    """Builds a wheel, installs it into a new environment, and returns the commands' folder."""
     context, environment = work / "context", work / "environment"
     copy_sources(context)
     call([sys.executable, "-m", "build", "--outdir", work / "dist", context], work)
@@ -36,7 +33,6 @@ def programs(work: Path) -> Path:
 
 
 def call(command: list[object], work: Path, **environment: str) -> subprocess.CompletedProcess:
-    """Runs a command in `work`, without the environment variables that lead to the checkout."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("MESP_")}
     known.pop("PYTHONPATH", None)
     done = subprocess.run(

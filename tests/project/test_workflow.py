@@ -1,5 +1,3 @@
-"""Tests of the workflows, of the locked packages, and of the nightly check."""
-
 import re
 import subprocess
 import sys
@@ -63,7 +61,6 @@ def test_only_locked_packages_are_installed(workflow: Path):
 
 
 def test_the_image_has_only_locked_packages():
-    """In the image, `pip install` installs only MeSP itself or packages with hashes."""
     text = (ROOT / "Dockerfile").read_text("utf-8")
     let_in = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     installs = re.findall(r"pip install ([^\\\n]*)", text)
@@ -112,30 +109,6 @@ def test_the_paths_exist(workflow: Path):
         assert (ROOT / path).exists(), path
 
 
-def test_the_simulator_gets_the_app_that_was_built():
-    text = commands(CI)
-    (project,) = set(re.findall(r"-project (\S+)", text))
-    (scheme,) = set(re.findall(r"-scheme (\w+)", text))
-    (derived,) = set(re.findall(r"-derivedDataPath (\S+)", text))
-    assert (ROOT / project / "xcshareddata" / "xcschemes" / f"{scheme}.xcscheme").exists()
-    installed = re.findall(r'simctl install "\$device" (\S+)', text)
-    built = f"{derived}/Build/Products/Release-iphonesimulator/{scheme}.app"
-    assert installed == [built]
-    pbxproj = (ROOT / project / "project.pbxproj").read_text(encoding="utf-8")
-    (identifier,) = set(re.findall(r"APP_IDENTIFIER = (\S+);", pbxproj))
-    assert re.findall(r'simctl launch "\$device" (\S+)', text) == [identifier]
-
-
-def test_what_the_screens_test_writes_is_kept():
-    (result,) = re.findall(r"-resultBundlePath (\S+)", commands(CI))
-    ((read, exported),) = re.findall(
-        r"export attachments --path (\S+) --output-path (\S+)", commands(CI)
-    )
-    assert read == result
-    kept = [step["with"]["path"] for step in steps(CI) if "upload" in step.get("uses", "")]
-    assert {result, exported} <= {path for each in kept for path in each.split()}
-
-
 def test_the_app_is_built_for_each_system_as_run_in_xcode_builds_it():
     """Build settings on the command line would also apply to packages. Only signing is turned off,
     because there is no team.
@@ -156,17 +129,6 @@ def test_the_app_is_built_for_each_system_as_run_in_xcode_builds_it():
     pbxproj = (ROOT / project / "project.pbxproj").read_text(encoding="utf-8")
     supported = re.findall(r'SUPPORTED_PLATFORMS = "(.+?)";', pbxproj)
     assert supported and built == {each for one in supported for each in one.split()}
-
-
-def test_one_swift_format_decides():
-    jobs = yaml.safe_load(CI.read_text(encoding="utf-8"))["jobs"]
-    styled = {
-        name
-        for name, job in jobs.items()
-        for step in job["steps"]
-        if re.search(r"\bmake (check|test|test-format)$", step.get("run", ""))
-    }
-    assert len(styled) == 1
 
 
 def test_a_model_of_each_family_is_checked_each_night():

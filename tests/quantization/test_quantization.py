@@ -54,9 +54,6 @@ def working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-# The quantizer
-
-
 def values(packed: tuple[mx.array, ...], quantization: Quantization) -> mx.array:
     weight, *rest = packed
     scales, biases = (each.astype(mx.float32) for each in rest)
@@ -120,16 +117,13 @@ def products_of(inputs: mx.array) -> mx.array:
 
 
 def correlated(tokens: int, width: int) -> mx.array:
-    """Returns inputs with most of their variance in 16 directions."""
     common = mx.random.normal((tokens, 16), key=mx.random.key(4))
     mixed = common @ mx.random.normal((16, width), key=mx.random.key(5)) / 2
     return mixed + mx.random.normal((tokens, width), key=mx.random.key(6))
 
 
 def test_codes_make_up_for_each_others_errors():
-    """Codes chosen with all products of the inputs have a lower error than codes chosen with the
-    products' diagonal alone. The error is measured on other inputs of the same distribution.
-    """
+    """The error is measured on other inputs of the same distribution."""
     matrix = mx.random.normal((96, 256), key=mx.random.key(1))
     inputs, quantization = correlated(1024, 256), Quantization()
     seen, others = inputs[:512], inputs[512:]
@@ -179,7 +173,6 @@ def test_independent_inputs_leave_the_codes_as_they_are():
 def test_weights_on_a_grid_are_exact(bits):
     rng = np.random.default_rng(0)
     levels = 2**bits - 1
-    # the largest code of each group
     used = rng.integers(max(levels - 3, 1), levels + 1, size=(64, 4, 1))
     codes = np.minimum(rng.integers(0, levels + 1, size=(64, 4, 64)), used)
     codes[..., 0], codes[..., 1:2] = 0, used
@@ -201,16 +194,11 @@ def test_packing(bits):
     assert mx.array_equal(mx.dequantize(packed, ones, zeros, 64, bits), codes.astype(mx.float32))
 
 
-# The forward pass of the source
-
-
 # mlx-lm ignores the windows of these models. Texts up to a window's length are unaffected.
 WITHOUT_WINDOWS = ("mistral", "phi3", "gemma2")
 
 
 class Recorder(nn.Module):
-    """A layer that sums the products X^T X of its inputs."""
-
     def __init__(self, layer: nn.Module):
         super().__init__()
         self.layer, self.sums = layer, mx.array(0.0)
@@ -276,9 +264,6 @@ def test_blocks_in_another_order_are_refused():
         moments.of_block(1)
 
 
-# The export
-
-
 def test_an_export_gives_the_same_again_and_whatever_the_tile(tiny, monkeypatch):
     export("--model", tiny)
     first = weights_of()
@@ -308,7 +293,6 @@ def test_calibrating_counts(tiny):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_head_has_6_bits(tiny, tied):
-    """config.json tells mlx-lm the number of bits of the head."""
     config = {**TINY, "tie_word_embeddings": tied}
     folder = write_model(Path("model"), config)
     said = export("--model", folder)
@@ -389,7 +373,6 @@ print(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 @pytest.mark.slow
 def test_memory_is_that_of_tiles(tmp_path):
-    """The block has 50 MB, but the forward pass reads only one tile of it at a time."""
     config = {**TINY, "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 2048}
     config |= {"num_hidden_layers": 1}
     folder = write_model(Path("model"), config, tokenizer=False)

@@ -1,5 +1,3 @@
-"""Tests of already quantized models, and of MLX's quantization modes."""
-
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -99,7 +97,6 @@ def write_few_bits(folder: Path, bits: int, group: int, **more: object) -> Path:
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_matrices_of_two_and_three_values_are_carried_over(bits: int, group: int):
-    """Matrices of two or three values are exact."""
     folder = write_few_bits(Path("few"), bits, group)
     given = mx.load(str(folder / "model.safetensors"))
     done = export("--model", folder, "--seq-len", 8, "--out", "out.mesp")
@@ -185,9 +182,6 @@ def test_what_a_quantization_says_beside_is_refused(sections: dict, said: str):
 
 
 def test_what_changes_nothing_in_a_quantization_is_taken():
-    """Entries of vision modules, entries that are null or false, and mlx-lm's `quantization_config`
-    are accepted.
-    """
     more = {"rotation": None, "global_scale": False, "vision_tower.a": False}
     more |= {"vision_tower.b": True, "vision_tower.c": {"bits": 8, "group_size": 64}}
     folder = write_few_bits(Path("few"), 2, 128, **more)
@@ -238,7 +232,6 @@ def test_gemma_3_with_a_head_of_its_own():
     ],
 )
 def test_a_quantized_model_keeps_its_numbers(scales: str, norms: str, stored: str, mode: str):
-    """A bundle has the smallest dtype that holds all of the model's numbers."""
     config = FAMILIES["lfm2"]
     quantization = Quantization() if mode == "affine" else Quantization(4, 32, mode)
     tensors = dict(tree_flatten(mlx_lm_model(config, lambda _: quantization).parameters()))

@@ -1,5 +1,3 @@
-"""Tests of LoRA dropout masks: their definition and their distribution."""
-
 import itertools
 
 import mlx.core as mx
@@ -18,15 +16,11 @@ DROPOUT = reference.Dropout(0.3, seed=7, step=11, sequence=2)
 
 
 def kept(key: int, p: float, rows: int = T, width: int = WIDTH) -> np.ndarray:
-    """Returns a boolean array that is true where the mask keeps an input."""
     return np.array(reference.dropout_mask(key, p, rows, width)) > 0
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(a.ravel(), b.ravel())[0, 1])
-
-
-# A mask's definition in Python integers, reduced to 32 bits
 
 
 def hash_of(x: int) -> int:
@@ -59,7 +53,6 @@ def test_the_limit_is_that_of_a_float32():
 
 
 def test_a_mask_is_a_part_of_a_larger_one():
-    """Masks do not depend on the tiles in which they are computed."""
     whole = reference.dropout_mask(5, 0.3, 40, 60)
     assert mx.array_equal(reference.dropout_mask(5, 0.3, 7, 9), whole[:7, :9])
 
@@ -79,9 +72,7 @@ def test_a_key_follows_from_seed_step_sequence_block_and_layer():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_layer_of_a_block_has_a_mask(family):
-    """A block's masks are numbered in the order of its layers, with the experts last. The numbers
-    do not depend on whether experts are trained.
-    """
+    """A block's masks are numbered in the order of its layers, with the experts last."""
     arch = Architecture.from_config(FAMILIES[family])
     for i in map(arch.blocks.index, arch.kinds):
         frozen = DROPOUT.masks(i, arch.blocks[i], 5)
@@ -97,9 +88,6 @@ def test_each_layer_of_a_block_has_a_mask(family):
                 mask = masks[name]
                 assert mx.array_equal(mask, frozen[name])
             assert mx.array_equal(mask, reference.dropout_mask(key, 0.3, 5, width))
-
-
-# The distribution
 
 
 @pytest.mark.parametrize("p", [0.01, 0.05, 0.1, 0.3, 0.5, 0.9])
@@ -129,7 +117,6 @@ def test_masks_of_other_keys_are_independent():
     masks = [kept(key, 0.3) for key in keys]
     for a, b in itertools.combinations(masks, 2):
         assert abs(correlation(a, b)) < 5 / np.sqrt(a.size)
-        # A mask does not correlate with another one that is shifted or transposed.
         for moved in (np.roll(b, 1, axis=0), np.roll(b, 1, axis=1), b.T):
             assert abs(correlation(a, moved)) < 5 / np.sqrt(a.size)
 
@@ -144,7 +131,6 @@ def test_tokens_and_inputs_are_independent(p):
 
 
 def test_the_mean_over_steps_is_the_input():
-    """E[x ∘ M] = x for a mask M."""
     mx.random.seed(0)
     x, p, steps = np.array(normal(4, 8)), 0.3, 4000
     masks = np.stack(

@@ -1,5 +1,3 @@
-"""Tests of the mixture of experts: its router, ties and unused experts."""
-
 from dataclasses import replace
 
 import mlx.core as mx

@@ -16,10 +16,6 @@ def seed():
 
 
 def with_batch(function):
-    """Adapts mlx-lm's function, which takes the decay g and arrays of [1, T, heads, ...], to log g
-    and arrays of [heads, T, ...].
-    """
-
     def rule(q, k, v, log_g, beta):
         by_token = [each.swapaxes(0, 1)[None] for each in (q, k, v, mx.exp(log_g), beta)]
         return function(*by_token)[0][0].swapaxes(0, 1)
@@ -58,7 +54,6 @@ CASES = [(*small, decay) for small in SMALL for decay in ("strong", "weak", "mix
     ("T", "heads", "sizes", "decay"), [*CASES, (1024, (1, 2), (8, 8), "mixed")]
 )
 def test_gated_delta_rule(T, heads, sizes, decay):
-    """Computation by chunks agrees with computation token by token."""
     inputs = rule_inputs(T, heads, sizes, decay)
     check(
         reference.gated_delta_rule,
@@ -100,7 +95,6 @@ def test_state_space(T, heads, groups, P, N, rate):
 @pytest.mark.parametrize("T", [1, 9, 70])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_mamba2(T, groups):
-    """Without its projections, the mixer agrees with mlx-lm's, for a time step without limits."""
     config = {"model_type": "granitemoehybrid", "mamba_n_heads": 4, "mamba_d_head": 8}
     config |= {"mamba_n_groups": groups, "mamba_d_state": 16, "mamba_d_conv": 4}
     config |= {"mamba_conv_bias": True, "mamba_proj_bias": False, "rms_norm_eps": 1e-5}
@@ -147,7 +141,6 @@ def test_convolution(T, K):
 
 
 def test_log_decay():
-    """The log decay is finite even where mlx-lm's decay underflows."""
     vectors = mx.log(16 * mx.random.uniform(shape=(4,))), normal(4)
     check(
         lambda a: reference.log_decay(a, *vectors),

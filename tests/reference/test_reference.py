@@ -1,5 +1,3 @@
-"""Tests of `mesp.reference`."""
-
 import itertools
 from dataclasses import replace
 
@@ -39,9 +37,6 @@ EPS = 1e-6
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     mx.random.seed(0)
-
-
-# Single functions
 
 
 QUANTIZATIONS = [Quantization(bits, 32) for bits in (2, 3, 4, 5, 6, 8)]
@@ -86,7 +81,7 @@ def test_linear(T, out_size, rank, quantization, bias, p):
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_with_dora(bias, p):
-    """`A`, `B` and `m` are trained. The row norms of W + s (A B)ᵀ are treated as constants."""
+    """The row norms of W + s (A B)ᵀ are treated as constants."""
     T, in_size, out_size, rank = 7, 128, 40, 4
     layer = nn.Linear(in_size, out_size, bias).to_quantized(32, 4)
     weights = {f"p.{name}": array for name, array in layer.parameters().items()}
@@ -181,7 +176,6 @@ def test_attention(T, heads, kv_heads, D, window):
 
 @pytest.mark.parametrize("cap", [0.5, 3.0])
 def test_attention_with_a_soft_cap(cap):
-    """Soft-capped attention agrees with scores computed from repeated key and value heads."""
     T, D = 9, 16
     mixer = attention_mixer(sliding_window=4, attn_logit_softcapping=cap)
     q, k, v = normal(1, 4, T, D), normal(1, 2, T, D), normal(1, 2, T, D)
@@ -241,9 +235,6 @@ def test_cross_entropy(T, hidden, vocab_size, bits, group_size, cap):
     )
 
 
-# LoRA parameters
-
-
 SMALL = {
     **TINY,
     "hidden_size": 64,
@@ -254,12 +245,10 @@ SMALL = {
 
 
 def architecture(**changes) -> Architecture:
-    """Returns the architecture of `SMALL` with these changes."""
     return Architecture.from_config(SMALL | changes)
 
 
 def attention_mixer(**changes) -> AttentionMixer:
-    """Returns an attention mixer without RoPE."""
     return replace(architecture().mixers[0], **{"frequencies": (), **changes})
 
 
@@ -269,8 +258,6 @@ def random_lora(arch: Architecture, rank: int) -> list[mx.array]:
 
 
 def random_dora(flat: mx.array, weights: reference.Weights, block: Block) -> mx.array:
-    """Returns the parameters `flat` with DoRA's magnitudes, which are scaled by random factors
-    near 1."""
     matrices = reference.unpack_lora(reference.add_magnitudes(flat, weights, block), block)
     for name in block.modules:
         A, B, m = matrices[name]
@@ -324,19 +311,14 @@ def test_init_lora():
     assert mx.array_equal(A, mx.random.uniform(-(128**-0.5), 128**-0.5, (128, rank), key=key))
 
 
-# A block and the model, compared with mlx-lm
-
-
 def quantized(config: dict, group_size: int = 32) -> nn.Module:
     return text_of(mlx_lm_model(config, lambda path: Quantization(4, group_size)))
 
 
 def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
-    """Returns the reference's model with the weights of `model`, which must have no LoRA layers."""
     embedding = dict(model.model.embed_tokens.parameters())
     head = embedding if arch.tie_word_embeddings else dict(model.lm_head.parameters())
     blocks = list(map(arrays_of, model.layers, arch.blocks))
-    # mlx-lm's norm weights of Qwen3.5 include the offset.
     offset = 0 if arch.model_type.startswith("qwen3_5") else arch.norm_offset
     norm = model.model[name_there("model.norm", arch.model_type)[6:]].weight + offset
     norm = norm / arch.logits_scaling
@@ -348,7 +330,6 @@ def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
 
 
 def flat_gradient(grads: dict, block: Block) -> mx.array:
-    """Returns mlx-lm's arrays of a block's LoRA modules, such as gradients, as one flat vector."""
     arrays = dict(tree_flatten(grads))
     matrices = {}
     for name, shape in block.adapted().items():
@@ -385,8 +366,6 @@ def assert_same_gradient(actual, expected, block: Block, T: int) -> None:
 
 
 class Masked(nn.Module):
-    """Replaces mlx-lm's `nn.Dropout` by a given mask M, of shape [T, in] or [experts, T, in]."""
-
     def __init__(self, M: mx.array):
         super().__init__()
         self._M = M  # The underscore keeps M from being a parameter.
@@ -404,7 +383,6 @@ class Masked(nn.Module):
 def put_in_place_of_dropout(
     masks: reference.Masks, layer: nn.Module, patch: pytest.MonkeyPatch
 ) -> None:
-    """Replaces the dropout in a block's mlx-lm LoRA layers by these masks."""
     call = LoRASwitchLinear.__call__
 
     def with_choice(self: LoRASwitchLinear, x: mx.array, indices: mx.array, **others) -> mx.array:
@@ -479,10 +457,8 @@ def test_block(T, rank, group_size, config, p, dora, monkeypatch):
 
 
 def test_the_gradient_by_shared_keys_and_values_is_a_sum():
-    """Some blocks use the keys and values of earlier blocks. The earlier blocks' gradients include
-    the contributions of all blocks that use their keys and values.
-    """
-    T, config = 12, FAMILIES["gemma4"]  # `T` exceeds the sliding window.
+    """Some blocks use the keys and values of earlier blocks."""
+    T, config = 12, FAMILIES["gemma4"]
     arch = Architecture.from_config(config)
     assert arch.owners == {1, 2}
     ours, lora = reference_model(quantized(config), arch), random_lora(arch, 4)
@@ -596,9 +572,6 @@ def test_packed_records_train_as_a_batch(config, block_gradient):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("config", [pytest.param(c, id=n) for n, c in PACKED.items()])
 def test_a_step_with_dropout(config, dora):
-    """The gradients of two packed records agree with automatic differentiation that uses the same
-    dropout masks.
-    """
     arch = Architecture.from_config(config).training_experts()
     model, lora = reference_model(quantized(config), arch), random_lora(arch, 4)
     if dora:
@@ -635,7 +608,6 @@ def test_a_step_with_dropout(config, dora):
 
 
 def rows(given, record: slice):
-    """Returns a record's rows of an array, or of a tuple of arrays."""
     if isinstance(given, tuple):
         return tuple(rows(each, record) for each in given)
     return given[..., record, :]
@@ -643,9 +615,6 @@ def rows(given, record: slice):
 
 @pytest.mark.parametrize("config", [SMALL, FAMILIES["gemma2"], FAMILIES["phi3"]])
 def test_gradients_by_activations(config):
-    """`gradients` returns each block's input and the last block's output. For each of these, it
-    returns the gradient of the loss.
-    """
     arch = Architecture.from_config(config | {"num_hidden_layers": 3})
     model = reference_model(quantized(config | {"num_hidden_layers": 3}), arch)
     lora = random_lora(arch, 4)
@@ -685,12 +654,8 @@ def test_bfloat16_bundle():
     assert all(mx.array_equal(*pair) for pair in zip(a.lora, b.lora, strict=True))
 
 
-# Training methods
-
-
 @pytest.fixture
 def training():
-    """Returns a small model, a learnable sequence of tokens, and settings of `train`."""
     arch = architecture(vocab_size=64)
     model = reference_model(quantized(SMALL | {"vocab_size": 64}), arch)
     tokens = (mx.arange(400) * 7 + mx.random.randint(0, 3, (400,))) % 64
@@ -714,7 +679,6 @@ def test_mebp_equals_mesp(training):
 
 
 def test_dora_trains_as_in_mlx_lm():
-    """DoRA trains as in mlx-lm. At the start, its loss equals LoRA's."""
     arch, rate = architecture(), 0.05
     theirs = quantized(SMALL)
     model = reference_model(theirs, arch)
@@ -842,16 +806,11 @@ def test_unknown_method(training):
         reference.train(model, [], tokens, "adam", 1, **settings)
 
 
-# Preference losses, compared with TRL's formulas
-
-
 PAIR_LENGTHS = [(9, 4), (13, 5)]  # tokens in the sequence and in its prompt
 
 
 @pytest.fixture
 def preferring():
-    """Returns the architecture, mlx-lm's model with LoRA, the reference's model, the trained
-    adapters, the adapters of the frozen policy, and two token sequences."""
     arch = architecture()
     model = quantized(SMALL)
     ours, lora = reference_model(model, arch), random_lora(arch, 4)
@@ -864,7 +823,6 @@ def preferring():
 
 
 def answer_mask(window: mx.array, prompt: int) -> mx.array:
-    """Returns one number per target: 1 if the target is in the answer, else 0."""
     return (mx.arange(1, window.size) >= prompt).astype(mx.float32)
 
 
@@ -878,7 +836,6 @@ def scored(ours, lora, start, window, prompt) -> reference.Answer:
 
 
 def logps(model, window, prompt) -> tuple[mx.array, mx.array]:
-    """Returns the answer's summed log-probability, and the mean loss of all targets."""
     every = mx.take_along_axis(
         nn.log_softmax(model(window[None, :-1])[0], axis=-1), window[1:, None], axis=-1
     )[:, 0]
@@ -886,9 +843,6 @@ def logps(model, window, prompt) -> tuple[mx.array, mx.array]:
 
 
 def assert_same_training(model, expected_loss, arch, ours, lora, windows, loss, weights):
-    """Compares `loss`, and the sum of the windows' weighted gradients, with `expected_loss` and its
-    gradient in mlx-lm's model.
-    """
     value, grads = nn.value_and_grad(model, expected_loss)(model)
     assert loss == pytest.approx(value.item(), rel=TOLERANCE)
     gradients = [
@@ -953,15 +907,8 @@ def test_a_batch_of_labels_trains_as_in_trl(preferring, beta):
     assert_same_training(model, expected, arch, ours, lora, windows, loss, weights)
 
 
-# AdamW in 8 bits
-
-
 class Bitsandbytes:
-    """8-bit AdamW of bitsandbytes 0.50 in NumPy.
-
-    It follows `create_dynamic_map`, `optimizer_update_8bit_blockwise_pytorch` and
-    `quantize_blockwise`.
-    """
+    """8-bit AdamW of bitsandbytes 0.50 in NumPy."""
 
     def __init__(self, size: int) -> None:
         self.maps = {signed: self.create_dynamic_map(signed) for signed in (True, False)}
@@ -1043,9 +990,6 @@ def test_a_code_is_the_nearest_and_of_two_the_lower(signed):
     for start, end in ((0, 256), (256, 512), (512, 612)):
         largest = mx.abs(x[start:end]).max()
         assert (mx.abs(back - x)[start:end] <= 0.0071 * largest).all().item()
-
-
-# Windows of tokens
 
 
 def test_pack():

@@ -1,6 +1,5 @@
 """Compares the clipping of gradients and the schedules of the learning rate with their formulas, at
-the edges of float32: 0, 1, huge and tiny numbers. `tests/engine/test_options.py` compares the
-engine with the same formulas.
+the edges of float32: 0, 1, huge and tiny numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ def positive(most: float = LARGEST) -> st.SearchStrategy[float]:
 
 
 def blocks(most: float = LARGEST) -> st.SearchStrategy[list[list[float]]]:
-    """Gradients of two blocks: of three numbers, and of one."""
     return st.tuples(*(st.lists(numbers(most), min_size=n, max_size=n) for n in (3, 1))).map(list)
 
 

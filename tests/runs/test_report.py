@@ -202,7 +202,6 @@ def test_a_phase_of_another_type_is_named(tmp_path: Path):
 
 
 def test_a_log_of_one_endless_line_is_refused(tmp_path: Path):
-    """The log is a sparse file, so it takes little space."""
     run = write_run(tmp_path / "run")
     with open(run / "metrics.jsonl", "r+b") as log:
         log.truncate(1 << 29)
@@ -221,7 +220,6 @@ def test_a_time_beyond_the_years_is_none(tmp_path: Path):
     ("ahead", "state"), [(timedelta(minutes=5), "running"), (timedelta(days=1), "killed")]
 )
 def test_a_run_of_the_future_is_silent(tmp_path: Path, ahead: timedelta, state: str):
-    """The clock of the run's machine may be ahead of this machine's clock."""
     time = (datetime.now(UTC) + ahead).isoformat()
     run = add(write_run(tmp_path / "run", end=None), {"type": "x", "time": time})
     assert made(tmp_path / "report.html", run).row("state") == [state]

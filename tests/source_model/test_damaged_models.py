@@ -51,7 +51,6 @@ def test_tensor_of_a_type_that_is_not_supported():
 
 
 def test_more_experts_than_a_block_may_have():
-    """A block has at most 4,096 experts, so a short header cannot declare millions."""
     tensors = random_tensors(FAMILIES["qwen3_moe"])
     tensors["model.layers.1.mlp.switch_mlp.gate_proj.weight"] = mx.zeros((4097, 0, 1))
     folder = write_model(Path("model"), FAMILIES["qwen3_moe"], tensors)
@@ -137,6 +136,5 @@ def test_tokenizer_of_another_model():
 
 
 def test_queries_that_would_be_scaled_are_refused():
-    """The tiny Ministral 3 scales queries from position 64 on."""
     folder = write_model(Path("model"), FAMILIES["mistral3"])
     assert "From 64 tokens on" in refused("--model", folder, "--seq-len", "64,65")

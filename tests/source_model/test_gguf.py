@@ -1,5 +1,3 @@
-"""Tests of GGUF files."""
-
 from __future__ import annotations
 
 import sys
@@ -37,10 +35,7 @@ def export(model: Path, out: Path, *options: object) -> Bundle:
 
 
 def in_8_bits(tensors: dict[str, mx.array], is_matrix) -> dict[str, mx.array]:
-    """Quantizes the matrices to Q8_0. Returns all tensors in MLX's form.
-
-    A weight d · q of Q8_0 is scale · (q + 128) + bias, with scale d and bias -128 · d.
-    """
+    """A weight d · q of Q8_0 is scale · (q + 128) + bias, with scale d and bias -128 · d."""
     found = {}
     for name, tensor in tensors.items():
         if not is_matrix(name, tensor):
@@ -79,8 +74,6 @@ def test_a_bundle_is_that_of_the_same_model_in_mlx_lms_form(name: str, tmp_path:
     assert ours.to_mlx_lm() is not None
 
 
-# For each block type: byte offsets of its float16 factors, and the bits and group size in the
-# bundle.
 BLOCKS = {
     "Q4_0": ([0], 4, 32), "Q4_1": ([0, 2], 4, 32), "Q5_0": ([0], 5, 32), "Q5_1": ([0, 2], 5, 32),
     "Q8_0": ([0], 8, 32), "Q3_K": ([108], 8, 128), "Q4_K": ([0, 2], 4, 32), "Q5_K": ([0, 2], 5, 32),
@@ -88,12 +81,10 @@ BLOCKS = {
     "Q1_0": ([0], 2, 128), "Q2_0": ([0], 2, 64), "PQ2_0": ([0], 2, 128),
     "Q2_0 of 128": ([0], 2, 128), "TQ1_0": ([52], 2, 128), "TQ2_0": ([64], 2, 128),
 }  # fmt: skip
-# Types that the gguf package lacks: their number, weights per block and bytes per block.
 UNKNOWN = {"Q2_0": (42, 64, 18), "PQ2_0": (142, 128, 34), "Q2_0 of 128": (42, 128, 34)}
 
 
 def in_words_of_ggml(data: np.ndarray, block: int, size: int, bits: int) -> np.ndarray:
-    """Dequantizes blocks of Q1_0, Q2_0 or PQ2_0, one weight at a time."""
     values = []
     for row in data.reshape(len(data), -1, size):
         for each in row:
@@ -105,8 +96,6 @@ def in_words_of_ggml(data: np.ndarray, block: int, size: int, bits: int) -> np.n
 
 
 class Blocks:
-    """An encoder that returns random blocks of a type and records their values in `values`."""
-
     def __init__(self, kind: str):
         self.kind, self.values = kind, {}
         self.random = np.random.default_rng(0)
@@ -177,10 +166,6 @@ def test_the_summary_says_what_was_carried_over(tmp_path: Path):
 
 
 def test_a_ternary_file_keeps_its_types_beside_others(tmp_path: Path):
-    """As in a published file, the transformer blocks' matrices are TQ2_0, and the embedding, which
-    is also the head, is Q6_K.
-    """
-
     def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
         return Blocks("Q6_K" if "token_embd" in name else "TQ2_0")(name, matrix)
 
@@ -198,14 +183,13 @@ def test_a_rotated_basis_is_refused_by_name(tmp_path: Path):
 
 
 def test_blocks_of_q2_0_that_fit_neither_size_are_refused(tmp_path: Path):
-    """Type number 42 has one of two block sizes. The tensors' sizes in bytes tell which."""
+    """Type number 42 has one of two block sizes."""
     with mock.patch.dict(UNKNOWN, {"Q2_0": (42, 64, 24)}):
         file = write_blocks(tmp_path / "tiny.gguf", Blocks("Q2_0"))
     assert "fit neither or both sizes of Q2_0 blocks" in refused(file, tmp_path / "out.mesp")
 
 
 def test_a_router_keeps_8_bits(tmp_path: Path):
-    """llama.cpp stores a router in float32, whatever the type of the experts."""
     tensors = random_tensors(MODELS["qwen3_moe"][1])
 
     def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
@@ -347,9 +331,7 @@ def test_pieces_are_read_as_sentencepiece_has_them(tmp_path: Path):
 
 
 def test_pieces_that_are_made_in_many_ways_take_no_memory(tmp_path: Path):
-    """A token of k equal letters can be merged from k - 1 pairs of shorter tokens. Tokens of 1 to n
-    equal letters thus have n (n - 1) / 2 merges.
-    """
+    """A token of k equal letters can be merged from k - 1 pairs of shorter tokens."""
     tokens = ["<unk>", *(letter * n for letter in "abcd" for n in range(1, 1025))]
     types, scores = np.array([2] + [1] * (len(tokens) - 1)), np.zeros(len(tokens), np.float32)
     entries = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores}
@@ -365,7 +347,6 @@ def test_pieces_that_are_made_in_many_ways_take_no_memory(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ["Q1_0", "TQ1_0", *UNKNOWN])
 def test_adapters_are_fused_into_a_file_of_few_bits(kind: str, tmp_path: Path):
-    """Tensors without adapters keep their type and their bytes."""
     blocks = Blocks(kind)
     file, out = write_blocks(tmp_path / "base.gguf", blocks), tmp_path / "b.mesp"
     export(file, out)
@@ -388,7 +369,6 @@ def test_adapters_are_fused_into_a_file_of_few_bits(kind: str, tmp_path: Path):
 
 
 def test_a_tensor_of_an_unknown_type_is_not_copied(tmp_path: Path):
-    """The tensor of an unknown type is in a block after the bundle's last one."""
     tensors, out = random_tensors(MODELS["qwen2"][1]), tmp_path / "b.mesp"
     whole = GGUF.read(write_gguf(tmp_path / "whole.gguf", "qwen2", tensors))
     whole.tensors["blk.99.attn_norm.weight"] = whole.tensors["blk.0.attn_norm.weight"]

@@ -1,5 +1,3 @@
-"""Tests of exporting the language models of multimodal and hybrid models."""
-
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def of_several_modalities(folder: Path) -> Path:
-    """Writes a Qwen3.5 with vision and multi-token prediction tensors, and returns its folder."""
     text = FAMILIES["qwen3_5"]
     tensors = random_tensors(text)
     tensors = {k.replace("model.", "model.language_model.", 1): v for k, v in tensors.items()}
@@ -100,9 +97,6 @@ def test_the_text_by_the_names_that_it_is_published_under(config, text, others):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
 def test_a_hybrid_model_that_mlx_lm_has_converted(family):
-    """mlx-lm's conversion changes the layout of convolutions, and adds 1 to most norm weights of
-    Qwen3.5.
-    """
     if family == "qwen3_5":
         folder = of_several_modalities(Path("whole"))
     else:
@@ -113,7 +107,6 @@ def test_a_hybrid_model_that_mlx_lm_has_converted(family):
 
 
 def test_the_text_alone():
-    """`Qwen3_5ForCausalLM` saves a language model without other modalities in this form."""
     config = {**FAMILIES["qwen3_5"], "model_type": "qwen3_5_text"}
     bundle = exported("--model", write_model(Path("text"), config), "--seq-len", 8, *NEAREST)
     assert bundle.architecture.hf_prefix == "model"

@@ -1,5 +1,3 @@
-"""Tests that a stored tensor is used, changes nothing, or is refused by name."""
-
 import json
 import shutil
 from pathlib import Path
@@ -30,9 +28,6 @@ def table(weights: SafetensorsWeights, name: str) -> mx.array:
 
 
 def test_a_head_is_used_where_the_config_says_nothing():
-    """If config.json lacks `tie_word_embeddings`, the family's default applies: Llama's head is not
-    tied to the embedding, and Gemma 2's is.
-    """
     config = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
     tensors = random_tensors(LLAMA) | {"lm_head.weight": HEAD}
     weights = opened(config, tensors)
@@ -92,7 +87,6 @@ def test_what_changes_nothing_is_left_out_without_a_word():
 
 
 def test_keys_of_a_block_that_takes_those_of_another_change_nothing():
-    """A block that uses another block's keys ignores its own, as transformers does for Gemma 4."""
     config = FAMILIES["gemma4"]
     tensors = random_tensors(config)
     assert "model.layers.4.self_attn.k_proj.weight" not in tensors
@@ -119,7 +113,6 @@ def test_experts_beyond_their_number_are_named():
 
 
 def test_a_model_without_its_head_has_names_without_a_prefix():
-    """Names may lack `model.`, as in files of transformers' `LlamaModel`."""
     tensors = random_tensors(LLAMA)
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     weights = opened(LLAMA, bare)
@@ -185,9 +178,6 @@ def test_the_blocks_behind_those_asked_for_are_none_too_many():
 
 
 def test_a_head_that_mlx_lm_has_no_place_for_is_said():
-    """mlx-lm always ties LFM2's head to the embedding, so it cannot load a bundle with a separate
-    head.
-    """
     config = FAMILIES["lfm2"]
     tensors = random_tensors(config)
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"][::-1]}

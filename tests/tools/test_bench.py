@@ -1,5 +1,3 @@
-"""Tests of the command tools/bench.py."""
-
 import json
 import os
 import re
@@ -18,7 +16,6 @@ from mesp.engine.build import CHECKOUT, built_program
 from studies.benchmarks import bits, paper_page, tables
 
 ENGINE = Path(os.environ.get("MESP_ENGINE") or built_program(CHECKOUT))
-# With one OpenBLAS thread, timings depend less on other processes.
 ENVIRONMENT = {
     "MESP_ENGINE": str(ENGINE if ENGINE.exists() else FAKE_ENGINE),
     "OPENBLAS_NUM_THREADS": "1",
@@ -97,8 +94,7 @@ def test_the_products_alone_are_measured_by_threads(model: Path, tmp_path: Path)
     assert all(row["error"] is None and row["seconds"] > 0 for row in rows)
     assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-5)
     # With T tokens, each weight needs 2 T operations in the forward product, and 2 T in the
-    # backward product. The first block's q, k and v need no backward product. Recomputation repeats
-    # the blocks' forward products, except down's.
+    # backward product. The first block's q, k and v need no backward product.
     width, inner, vocabulary = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
     qkv, mlp = 2 * width * width, width * inner  # k and v are half as wide as q
     block = qkv + width * width + 3 * mlp
@@ -139,7 +135,7 @@ def test_generation_is_measured_with_adapters(model: Path, tmp_path: Path):
 @pytest.mark.slow
 @needs_engine
 def test_weights_of_few_bits_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bits, "GROUPS", tmp_path)  # disables control groups
+    monkeypatch.setattr(bits, "GROUPS", tmp_path)
     model = write_model(tmp_path / "tiny", TINY | {"intermediate_size": 1024})
     size = ("--model", model, "--seq-len", 16, "--steps", 1, "--work", tmp_path / "work")
     done = bench("--table", "bits", *size, "--json", tmp_path / "rows.json")
@@ -372,7 +368,6 @@ def test_convergence(tmp_path: Path):
 @needs_engine
 @pytest.mark.usefixtures("few_held_out", "stores_bfloat16")
 def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
-    """The table accepts a model's folder with a text, or a bundle."""
     text, bundle = tmp_path / "text.txt", tmp_path / "own.mesp"
     text.write_text(TEXT)
     size = ("--seq-len", 32, "--rank", 8)

@@ -1,5 +1,3 @@
-"""Tests of the command tools/check_gpu.py, on this machine and on a fake phone."""
-
 import json
 import os
 import subprocess
@@ -66,9 +64,6 @@ def verdicts(out: Path) -> dict[str, str]:
 
 
 def write_engine(folder: Path, *lines: object, then: str = "") -> str:
-    """Writes a program that prints `lines` as an engine's records and then executes the Python code
-    `then`.
-    """
     engine = folder / "engine"
     text = "".join(json.dumps(line) + "\n" for line in lines)
     engine.write_text(
@@ -97,9 +92,6 @@ def record(kind: str, fields: dict) -> dict:
 
 
 def row(page: Page, name: str) -> list[str]:
-    """Returns the first line of each cell of a row. `Page` adds the text below a table to the last
-    cell.
-    """
     return [cell.split("\n")[0] for cell in page.row(name)]
 
 
@@ -162,7 +154,6 @@ def test_an_engine_that_dies_in_a_check_fails_that_check(tmp_path: Path):
 
 
 def tf32_engine(folder: Path, in_force: bool) -> str:
-    """Writes an engine that, if TF32 is in force, is faster and has gradient errors of 3e-4."""
     engine = folder / "engine"
     engine.write_text(f"""#!{sys.executable}
 import json, os, sys
@@ -254,9 +245,6 @@ def test_a_report_that_stops_short_fails_where_it_does(tmp_path: Path):
     (tmp_path / "a.json").write_text(json.dumps({"start": START, "checks": [MACHINE]}))
     assert check("--report", tmp_path / "a.json", "--out", tmp_path).returncode == 1
     assert verdicts(tmp_path) == {"machine": "note", "repeats": "fail", "resume": "skipped"}
-
-
-# On a phone
 
 
 @pytest.fixture

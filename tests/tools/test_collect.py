@@ -1,5 +1,3 @@
-"""Tests of the command tools/collect.py, with a folder and with a fake phone."""
-
 import json
 import os
 import shutil
@@ -173,7 +171,7 @@ def test_another_run_of_the_same_name_gets_a_place_of_its_own(tmp_path: Path):
     write_run(source / "a", steps=3)
     collect("--from", source, "--out", out)
     write_run(source / "a", steps=5, seed=1)
-    for _ in range(2):  # The second call finds the copied run again.
+    for _ in range(2):
         assert rows(collect("--from", source, "--out", out))["a-2"][4] == "5"
     assert sorted(path.name for path in out.iterdir()) == ["a", "a-2"]
     weights = (out / "a" / "adapters" / "adapters.safetensors").read_text()
@@ -225,7 +223,6 @@ def test_what_a_run_is_called_is_text(tmp_path: Path, name: str):
 @pytest.mark.parametrize("place", ["adapters", "adapters/more", "samples.json", "metrics.jsonl"])
 @pytest.mark.parametrize("what", ["a file", "a folder", "a pipe"])
 def test_what_is_no_regular_file_is_not_collected(tmp_path: Path, place: str, what: str):
-    """A link may lead to private files, and a pipe blocks."""
     private, run = tmp_path / "private", write_run(tmp_path / "runs" / "a")
     private.mkdir()
     (private / "key").write_text("secret")
@@ -241,9 +238,6 @@ def test_what_is_no_regular_file_is_not_collected(tmp_path: Path, place: str, wh
     assert not any("secret" in each.read_text() for each in copied)
     assert not any(each.is_symlink() for each in (tmp_path / "out").rglob("*"))
     assert bool(copied) == (place != "metrics.jsonl")
-
-
-# From a phone
 
 
 def collect_phone(phones: Phones, *arguments: object) -> subprocess.CompletedProcess:
@@ -286,20 +280,6 @@ def test_an_unknown_phone(phones: Phones):
     phones.add("Ada's iPhone")
     assert refused(collect_phone(phones, "--device", "Alan")) == (
         "There is no phone Alan: `xcrun devicectl list devices` shows which there are."
-    )
-
-
-def test_a_locked_phone(phones: Phones):
-    write_run(phones.add("Ada's iPhone", locked=True) / "a")
-    assert refused(collect_phone(phones)) == "The phone ID-0 is locked: unlock it and try again."
-    assert not (phones.folder / "out").exists()
-
-
-def test_the_app_is_not_installed(phones: Phones):
-    phones.add("Ada's iPhone", apps={"org.example.Other": str(phones.folder)})
-    assert refused(collect_phone(phones)) == (
-        f"The app {APP} is not on the phone ID-0, or was not installed from Xcode: "
-        "build it onto the phone, or name another one with --app."
     )
 
 
@@ -347,9 +327,6 @@ def test_a_machine_without_xcrun(tmp_path: Path):
     )
 
 
-# With pymobiledevice3, which needs no Xcode
-
-
 @pytest.fixture
 def others(phones: Phones) -> Phones:
     phones.program = "pymobiledevice3"
@@ -361,7 +338,7 @@ def test_without_xcode_the_only_phone_is_read(others: Phones):
     others.add("Left at home", tunnelState="unavailable")
     write_run(runs / "a")
     assert list(rows(collect_phone(others))) == ["a"]
-    pulls = [["apps", "pull"], ["apps", "pull"]]  # for runs and for self-checks
+    pulls = [["apps", "pull"], ["apps", "pull"]]
     assert [call[:2] for call in others.calls()] == [["usbmux", "list"], *pulls]
 
 

@@ -1,5 +1,3 @@
-"""Tests `make demo-real` with few steps, and the choice of its model."""
-
 from __future__ import annotations
 
 import html

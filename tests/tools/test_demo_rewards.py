@@ -1,5 +1,3 @@
-"""Tests `make demo-rewards` with few steps, and its requests."""
-
 from __future__ import annotations
 
 import json

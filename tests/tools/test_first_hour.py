@@ -1,5 +1,3 @@
-"""Tests of the command tools/first_hour.py and of its zip file."""
-
 import json
 import os
 import subprocess

@@ -1,5 +1,3 @@
-"""Tests of the commands and tools as separate processes."""
-
 import re
 import subprocess
 import sys

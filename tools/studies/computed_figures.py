@@ -1,19 +1,16 @@
-"""Compares the figures of documents that are computed, not measured, with what computes them today.
+"""Compares predicted peaks, mapped bytes and counts in documents with what is computed today.
 
-These are predicted peaks, mapped bytes, the counts of a step on a phone's GPU and numbers of
-parameters. No weights are needed: they come from the models' geometries. A table states its figures
-in the columns that TABLES names; what stands in sentences has an entry in docs/measurements.json
-with "computed". Exit code 1: a document states another figure.
+No weights are needed. DOCUMENTED has the tables. A sentence with such a figure has an entry in
+docs/measurements.json with "computed". Exit code 1: a document states another figure.
 
 \b
-  python tools/studies/computed_figures.py             # the planner's and the geometries' figures
+  python tools/studies/computed_figures.py             # the planner's figures
   python tools/studies/computed_figures.py --counts    # also a phone's GPU's: some minutes
   python tools/studies/computed_figures.py --write     # writes them into the documents
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -36,28 +33,24 @@ from mesp.bundle.writer import write_model
 from mesp.commands.command import Command
 from mesp.data.load import make_random_data
 from mesp.engine.build import find_engine
-from mesp.engine.process import find_plan
+from mesp.engine.process import find_count, find_plan
 from mesp.errors import MespError
 from mesp.models.layout import DTYPE_OF
 from mesp.models.short_names import KNOWN
-from studies.benchmarks.cells import Cell, Row, quantized_models
+from studies.benchmarks.cells import Cell
 from studies.benchmarks.preferences import write_pairs
-from studies.benchmarks.tables import COUNTED, KINDS, PARTS, TABLES, Bench
+from studies.benchmarks.tables import PARTS
 from studies.benchmarks.variants import OFFLOADS
-from studies.dora import parameters
 
 ROOT = Path(__file__).resolve().parents[2]
-MEASUREMENTS = ROOT / "docs" / "measurements.json"
+PLANNED = ("predicted_peak_bytes", "mapped_bytes", "read_weight_bytes")
 
-Cells = dict[str, str]
-"""A row of a table, by heading."""
-
-Figures = dict[str, list[float]]
-"""The numbers that cells of a row state, by heading, in the unit of the document."""
+Figures = dict[int, list[float]]
+"""The numbers that cells of a row state, by column, in the unit of the document."""
 
 
 class Size(NamedTuple):
-    """A model's short name or folder, and the options of its export."""
+    """A model's short name, and the options of its export."""
 
     model: str
     seq_len: int = 256
@@ -71,11 +64,10 @@ class Bundles:
     read them."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.geometries = folder / "bundles", folder / "geometries"
-        self.folder.mkdir()
+        self.folder = folder
         self.find = cache(self._write)
         self.plan = cache(self._plan)
-        self.rows = cache(self._rows)
+        self.count = cache(self._count)
 
     def _write(self, size: Size) -> tuple[Path, Manifest]:
         folder = self.folder / f"{len(list(self.folder.iterdir()))}.mesp"
@@ -106,47 +98,15 @@ class Bundles:
         os.environ["OPENBLAS_NUM_THREADS"] = str(threads)
         return find_plan(find_engine(), {**asked, "optimizer": "sgd", **settings})
 
-    def _rows(self, table: str, model: str, *lengths: int) -> list[Row]:
-        """Returns the rows of a table of tools/bench.py that only counts steps."""
-        bench = HollowBench(self, table, (model,), lengths)
-        return list(KINDS[table].rows(bench))
-
-    def pairs(self, size: Size, labelled: bool) -> str:
-        """Returns a folder with pairs of answers or, if not `labelled`, with ordinary examples."""
-        folder, manifest = self.find(size)
-        blocks = manifest.architecture.num_hidden_layers
-        cell = Cell(size.model, folder, blocks, size.seq_len, size.rank, "cpu", DTYPE_OF["cpu"])
-        return str(write_pairs(cell, 8, folder / ("pairs" if labelled else "records"), labelled))
+    def _count(self, size: Size) -> dict[str, Any]:
+        """Returns the counts of a step on a phone's GPU."""
+        folder, _ = self.find(size._replace(is_read=True))
+        asked = {"bundle": str(folder), "seq_len": size.seq_len, "rank": size.rank}
+        return find_count({**asked, "method": "mesp", "val_batches": 0, "save_every": 0})
 
     def peak(self, size: Size, threads: int = 2, **settings: Any) -> float:
         """Returns the predicted peak in MB."""
         return self.plan(size, threads, **settings)["predicted_peak_bytes"] / 1e6
-
-    def mapped(self, size: Size) -> float:
-        """Returns the size of the mapped weights in MB."""
-        return self.plan(size, 2)["mapped_bytes"] / 1e6
-
-    def parameters(self, size: Size, dora: bool = False) -> int:
-        """Returns the number of trained parameters."""
-        return parameters(self.find(size)[1].architecture, size.rank, dora)
-
-
-class HollowBench(Bench):
-    def __init__(
-        self, bundles: Bundles, table: str, models: tuple[str, ...], lengths: tuple[int, ...]
-    ) -> None:
-        options = {**TABLES[table], "models": models, "seq_lens": lengths}
-        super().__init__(table, options, bundles.folder)
-        self.bundles = bundles
-
-    def cells(self, whole: bool = False) -> list[Cell]:
-        cells = []
-        for model, length in itertools.product(self.options["models"], self.options["seq_lens"]):
-            size = Size(model, length, is_read=True)
-            folder, manifest = self.bundles.find(size)
-            blocks = manifest.architecture.num_hidden_layers
-            cells.append(Cell(model, folder, blocks, length, size.rank, "gpu", DTYPE_OF["gpu"]))
-        return cells
 
 
 class Table(NamedTuple):
@@ -164,64 +124,20 @@ class Table(NamedTuple):
 def short_name(text: str) -> str:
     """Returns the short name of a row's model. Rows of Qwen2.5 have only the size."""
     name = text.partition(",")[0]
-    return name if name in KNOWN or name == "demo" else f"Qwen2.5-{name}"
-
-
-def number(text: str) -> int:
-    return int(text.replace(",", ""))
-
-
-def blocks(text: str) -> int | None:
-    """Returns the number of blocks in a row's name, or None for the whole model."""
-    found = re.search(r"(\w+) blocks", text)
-    return found and (4 if found[1] == "four" else int(found[1]))
+    return name if name in KNOWN else f"Qwen2.5-{name}"
 
 
 def by_length(bundles: Bundles, row: list[str]) -> Figures:
-    size = Size(short_name(row[0]), number(row[1]))
-    arch = bundles.find(size)[1].architecture
-    inputs = arch.num_hidden_layers * size.seq_len * arch.hidden_size * 4 / 1e6
-    written = [inputs, inputs + bundles.parameters(size) * 4 / 1e6]
-    return {6: written, 7: [bundles.peak(size, offload=offload) for offload in OFFLOADS["mesp"]]}
-
-
-def long(bundles: Bundles, row: list[str]) -> Figures:
-    size = Size(short_name(row[0]), number(row[1]), layers=blocks(row[0]) or 2)
-    return {3: [bundles.peak(size, threads=1, offload="all")]}
+    size = Size(short_name(row[0]), int(row[1].replace(",", "")))
+    return {6: [bundles.peak(size, offload=offload) for offload in OFFLOADS["mesp"]]}
 
 
 def by_model(bundles: Bundles, row: list[str]) -> Figures:
-    return {2: [bundles.peak(Size(short_name(row[0])))]}
-
-
-def recurrent(bundles: Bundles, row: list[str]) -> Figures:
-    size = Size(row[0])
-    peaks = [[bundles.peak(size, offload=offload)] for offload in OFFLOADS["mesp"]]
-    return dict(zip((2, 4, 6), peaks, strict=True))
-
-
-def with_adamw(bundles: Bundles, row: list[str]) -> Figures:
-    size = Size(short_name(row[0]), layers=blocks(row[0]))
+    layers = re.search(r"(\d+) blocks", row[0])
+    size = Size(short_name(row[0]), layers=layers and int(layers[1]))
     how = {"threads": 1, "optimizer": "adamw8bit"}
     return {2: [bundles.peak(size, offload="none", **how)],
             4: [bundles.peak(size, offload="all", **how)]}  # fmt: skip
-
-
-def by_bits(bundles: Bundles, row: list[str]) -> Figures:
-    bits, group_size = map(int, row[0].split(","))
-    options = {"models": ["Qwen2.5-0.5B"], "quantizations": [(bits, group_size)]}
-    [model] = quantized_models(options, bundles.geometries)
-    return {1: [bundles.mapped(Size(model))]}
-
-
-def several_adapters(bundles: Bundles, row: list[str]) -> Figures:
-    return {6: [int(row[0]) * bundles.parameters(Size("Qwen2.5-0.5B")) * 4 / 1e6]}
-
-
-def by_rank(bundles: Bundles, row: list[str]) -> Figures:
-    ranks = dict(enumerate((4, 8, 16, 32), start=1))
-    return {column: [None, bundles.peak(Size(short_name(row[0]), rank=rank))]
-            for column, rank in ranks.items()}  # fmt: skip
 
 
 def by_part(bundles: Bundles, row: list[str]) -> Figures:
@@ -231,204 +147,78 @@ def by_part(bundles: Bundles, row: list[str]) -> Figures:
     return {2: [bundles.peak(Size("Qwen2.5-0.5B"), optimizer="adamw8bit", **part)]}
 
 
-def stored_h(bundles: Bundles, row: list[str]) -> Figures:
-    size = Size(short_name(row[0]))
-    arch = bundles.find(size)[1].architecture
-    modules = [len(block.sizes()) for block in arch.blocks]
-    mb = size.seq_len * size.rank * 4 / 1e6
-    return {1: [modules[0] * mb], 2: [sum(modules) * mb]}
-
-
 def by_optimizer(bundles: Bundles, row: list[str]) -> Figures:
-    settings = {
-        "SGD (`--paper`)": {},
-        "AdamW in 8 bits, the default": {"optimizer": "adamw8bit"},
-        "with clipping (`--max-grad-norm 1`)": {"optimizer": "adamw8bit", "max_grad_norm": 1},
-        "with two sequences a step (`--batch-size 2`)": {"optimizer": "adamw8bit", "batch_size": 2},
-        "AdamW in float32 (`--optimizer adamw`)": {"optimizer": "adamw"},
-    }[row[0]]
+    settings: dict[str, Any] = {} if row[0].startswith("SGD") else {"optimizer": "adamw8bit"}
+    for option, value in re.findall(r"`--(\S+) (\w+)`", row[0]):
+        settings[option.replace("-", "_")] = int(value) if value.isdigit() else value
     return {2: [bundles.peak(Size("Qwen2.5-0.5B"), **settings)]}
-
-
-def records(bundles: Bundles, row: list[str]) -> Figures:
-    return {5: [bundles.peak(Size(row[0], 512))]}
-
-
-def batches(bundles: Bundles, row: list[str]) -> Figures:
-    place, order = row[0].split(", by ")
-    offload = {"in memory": "none", "inputs on disk": "inputs", "all on disk": "all"}[place]
-    settings = {"batch_size": 4, "offload": offload, "order": order}
-    size = Size("Qwen2.5-0.5B")
-    read = bundles.plan(size, 2, **settings)["read_weight_bytes"] / 1e6
-    return {2: [bundles.peak(size, **settings)], 3: [read]}
-
-
-def preferences(bundles: Bundles, row: list[str]) -> Figures:
-    settings: dict[str, Any] = {"optimizer": "adamw8bit", "max_grad_norm": 1}
-    if objective := re.match(r"`(\w+)`", row[0]):
-        settings = {"optimizer": "adamw8bit", "objective": objective[1]}
-        settings |= {"batch_size": 2} if objective[1] == "kto" else {}
-        settings["data"] = bundles.pairs(Size("Qwen2.5-0.5B"), labelled=True)
-        settings |= {"offload": "inputs"} if "inputs on disk" in row[0] else {}
-    return {5: [bundles.peak(Size("Qwen2.5-0.5B"), **settings)]}
 
 
 def private(bundles: Bundles, row: list[str]) -> Figures:
     size = Size("SmolLM2-135M")
-    settings: dict[str, Any] = {"batch_size": 4, "data": bundles.pairs(size, labelled=False)}
-    settings |= {"dp_clip": 1, "dp_noise": 1} if "--dp-clip" in row[0] else {"max_grad_norm": 1e6}
-    return {3: [bundles.peak(size, **settings)]}
-
-
-def listed(bundles: Bundles, row: list[str]) -> Figures:
-    name = short_name(row[0])
-    arch = bundles.find(Size(name))[1].architecture
-    peaks = {4: Size(name, 256), 5: Size(name, 1024)}
-    return {1: [arch.num_parameters / 1e6], 2: [bundles.mapped(Size(name))]} | {
-        column: [bundles.peak(size, threads=1, optimizer="adamw8bit")]
-        for column, size in peaks.items()
-    }
-
-
-def of_dora(bundles: Bundles, row: list[str]) -> Figures:
-    kind, rank = row[1].split(", rank ")
-    model = row[0].partition(",")[0]
-    return {2: [bundles.parameters(Size(model, rank=int(rank)), dora=kind == "DoRA")]}
-
-
-COUNTS = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes")
-SHORT = ("command_buffers", "spinning_seconds", "fast_command_buffers", "fast_ledger_peak_bytes",
-         "strict_command_buffers", "strict_spinning_seconds", "strict_ledger_peak_bytes",
-         "strict_predicted_peak_bytes", "slow_ledger_peak_bytes")  # fmt: skip
-FUNCTIONS = ("evals", "kernels", "ledger_peak_bytes", "strict_ledger_peak_bytes",
-             "strict_predicted_peak_bytes", "moved_bytes", "modelled_seconds")  # fmt: skip
-PACKED = ("records_per_second", "to_alone", "evals", "kernels", "tflop", "ledger_peak_bytes",
-          "modelled_seconds")  # fmt: skip
-
-
-def columns(row: Row, names: tuple[str, ...], first: int) -> Figures:
-    """Returns values of a row of tools/bench.py by column, from the column `first` on."""
-    values = [row[name] / 1e6 if name.endswith("bytes") else row[name] for name in names]
-    return {column: [value] for column, value in enumerate(values, start=first)}
+    folder, _ = bundles.find(size)
+    cell = Cell(size.model, folder, 30, size.seq_len, size.rank, "cpu", DTYPE_OF["cpu"])
+    data = write_pairs(cell, 8, folder / "records", labelled=False)
+    settings = {"dp_clip": 1, "dp_noise": 1} if "--dp-clip" in row[0] else {"max_grad_norm": 1e6}
+    return {3: [bundles.peak(size, batch_size=4, data=str(data), **settings)]}
 
 
 def counted(bundles: Bundles, row: list[str]) -> Figures:
-    [count] = bundles.rows("gpu", short_name(row[0]), number(row[1]))
-    return columns(count, COUNTS, 2) | {8: [count["modelled_seconds"]]}
-
-
-def short_buffers(bundles: Bundles, row: list[str]) -> Figures:
-    [count] = bundles.rows("gpu", short_name(row[0]), number(row[1]))
-    return columns(count, SHORT, 2)
-
-
-def forward_pass(bundles: Bundles, row: list[str]) -> Figures:
-    ways = {
-        "functions": "functions",
-        "formulas": "formulas",
-        "formulas, `--dropout 0.1`": "dropout",
-        "formulas, `--dora`": "dora",
-    }
-    counts = bundles.rows("functions", short_name(row[0]), number(row[1]))
-    [count] = (each for each in counts if each["forward_pass"] == ways[row[2]])
-    figures = columns(count, FUNCTIONS, 3)
-    if count["forward_pass"] in ("dropout", "dora"):
-        # A thread of MLX frees arrays late, so this peak differs from count to count.
-        figures[3 + FUNCTIONS.index("ledger_peak_bytes")] = [None]
-    return figures
-
-
-def packed(bundles: Bundles, row: list[str]) -> Figures:
-    counts = bundles.rows("packing-gpu", row[0], 64, 128, 256, 512)
-    [count] = (each for each in counts if each["lengths"] == row[1])
-    return columns(count, PACKED, 2)
+    count = bundles.count(Size(short_name(row[0]), int(row[1].replace(",", ""))))
+    strict = count["strict"]
+    peaks = [strict["ledger_peak_bytes"] / 1e6, strict["predicted_peak_bytes"] / 1e6]
+    counts = [count["evals"], count["kernels"], count["tflop"], strict["command_buffers"]]
+    values = [*counts, *peaks, count["modelled_seconds"]]
+    return {column: [value] for column, value in enumerate(values, start=2)}
 
 
 PERFORMANCE = "docs/performance.md"
 DOCUMENTED = (
     Table(PERFORMANCE, "Memory by length", by_length),
-    Table(PERFORMANCE, "8,192 tokens and more", long),
     Table(PERFORMANCE, "On a phone's GPU, by count", counted, is_counted=True),
-    Table(PERFORMANCE, "On a phone's GPU, by count", short_buffers, 1, is_counted=True),
-    Table(PERFORMANCE, "Without block functions", forward_pass, is_counted=True),
     Table(PERFORMANCE, "Other families, 256 tokens", by_model),
-    Table(PERFORMANCE, "Models with recurrent blocks", recurrent),
-    Table(PERFORMANCE, "With AdamW in 8 bits, and mixtures of experts", with_adamw),
-    Table(PERFORMANCE, "Weights of fewer bits", by_bits),
-    Table(PERFORMANCE, "With several adapters", several_adapters),
-    Table(PERFORMANCE, "Rank", by_rank),
     Table(PERFORMANCE, "Parts of the adapters", by_part),
-    Table(PERFORMANCE, "Storing or recomputing h = xA", stored_h),
-    Table(PERFORMANCE, "Defaults", by_optimizer, 2),
-    Table(PERFORMANCE, "Short records", records),
-    Table(PERFORMANCE, "Packed records", packed, is_counted=True),
-    Table(PERFORMANCE, "Batches", batches),
-    Table(PERFORMANCE, "Preference data", preferences),
-    Table("docs/quality.md", "DoRA", of_dora),
+    Table(PERFORMANCE, "Defaults", by_optimizer, 1),
     Table("docs/privacy.md", "Cost", private),
-    Table("docs/models.md", "Models", listed),
 )
 
 
 def of_sentence(bundles: Bundles, computed: dict[str, Any]) -> float:
     """Computes the figure of an entry of docs/measurements.json, in the entry's unit."""
-    names = {name: computed[name] for name in Size._fields if name in computed}
-    settings = {name: value for name, value in computed.items()
-                if name not in ("figure", *Size._fields)}  # fmt: skip
-    figure, size = computed["figure"], Size(**names)
-    if figure == "parameters":
-        return bundles.parameters(size, **settings)
-    if figure in ("predicted_peak_bytes", "mapped_bytes", "read_weight_bytes"):
-        plan = bundles.plan(size, settings.pop("threads", 2), **settings)
-        return plan[figure] / 1e6
-    value = bundles.rows("gpu", size.model, size.seq_len)[0][figure]
-    return value / 1e6 if figure.endswith("bytes") else value
+    settings = dict(computed)
+    figure = settings.pop("figure")
+    size = Size(**{name: settings.pop(name) for name in Size._fields if name in settings})
+    if figure in PLANNED:
+        return bundles.plan(size, settings.pop("threads", 2), **settings)[figure] / 1e6
+    count = bundles.count(size)
+    return count["strict"][figure[7:]] if figure.startswith("strict_") else count[figure]
 
 
-def restated(stated: float | int, value: float) -> float | int:
-    """Rounds the computed value to the decimals of the stated one."""
-    decimals = len(str(stated).partition(".")[2])
-    return round(value, decimals) if decimals else round(value)
-
-
-NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
-
-
-def rewritten(cell: str, values: list[float | None]) -> str:
+def rewritten(cell: str, values: list[float]) -> str:
     """Replaces the first number of each part of a table's cell by the part's value, and keeps its
     number of decimals. The parts are separated by ` / `.
-
-    A number whose value is None stays unchanged.
     """
-    parts = re.split(r"( / )", cell)
-    for index, value in zip(range(0, len(parts), 2), values, strict=True):
-        found = NUMBER.search(parts[index])
-        if found and value is not None:
-            decimals = len(found[0].partition(".")[2])
-            parts[index] = NUMBER.sub(f"{value:,.{decimals}f}", parts[index], count=1)
-    return "".join(parts)
+
+    def replaced(part: str, value: float) -> str:
+        def form(found: re.Match[str]) -> str:
+            return f"{value:,.{len(found[0].partition('.')[2])}f}"
+
+        return re.sub(r"\d[\d,]*(?:\.\d+)?", form, part, count=1)
+
+    return " / ".join(map(replaced, cell.split(" / "), values))
 
 
-def split_row(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
-
-
-def table_lines(lines: list[str], table: Table) -> Iterator[int]:
-    """Yields the indices of the lines with a table's rows, without its two heading lines."""
-    headings = [
-        i for i, line in enumerate(lines) if re.fullmatch(rf"#+ {re.escape(table.heading)}", line)
-    ]
-    [begin] = headings
-    count = -1
-    for index in range(begin + 1, len(lines)):
-        if re.match("#+ ", lines[index]):
-            break
-        if not lines[index].startswith("|"):
-            continue
-        if not lines[index - 1].startswith("|"):
-            count, first = count + 1, index
-        if count == table.number and index >= first + 2:
-            yield index
+def table_lines(lines: list[str], table: Table) -> list[int]:
+    """Returns the indices of the lines with a table's rows, without its two heading lines."""
+    begin = lines.index(f"## {table.heading}")
+    end = next((i for i in range(begin + 1, len(lines)) if lines[i].startswith("#")), len(lines))
+    heads = [i for i in range(begin, end) if re.match(r"\|[-| ]+$", lines[i])]
+    if len(heads) <= table.number:
+        raise MespError(f"{table.page} has no table {table.number} under {table.heading}.")
+    first = last = heads[table.number] + 1
+    while lines[last].startswith("|"):
+        last += 1
+    return list(range(first, last))
 
 
 def compare_tables(
@@ -440,25 +230,16 @@ def compare_tables(
     for table in tables:
         page = root / table.page
         lines = page.read_text(encoding="utf-8").split("\n")
-        rows = list(table_lines(lines, table))
-        if not rows:
-            raise MespError(f"{table.page} has no table {table.number} under {table.heading}.")
-        for index in rows:
-            row = split_row(lines[index])
+        for index in table_lines(lines, table):
+            row = [cell.strip() for cell in lines[index].split("|")[1:-1]]
             for column, values in table.figures(bundles, row).items():
                 cell = rewritten(row[column], values)
                 if cell != row[column]:
                     where = f"{table.page}, {table.heading}, {', '.join(row[:2])}"
                     yield f"{where}, column {column + 1}: {row[column]} is {cell}"
-                    row[column] = cell
-            if split_row(lines[index]) != row:
-                widths = [len(cell) - 2 for cell in lines[index].strip().strip("|").split("|")]
-                numeric = [
-                    cell.startswith("  ") for cell in lines[index].strip().strip("|").split("|")
-                ]
-                cells = (cell.rjust(w) if right else cell.ljust(w)
-                         for cell, w, right in zip(row, widths, numeric, strict=True))  # fmt: skip
-                lines[index] = f"| {' | '.join(cells)} |"
+                    parts = lines[index].split("|")
+                    parts[column + 1] = parts[column + 1].replace(row[column], cell)
+                    lines[index] = "|".join(parts)
         if write:
             page.write_text("\n".join(lines), encoding="utf-8")
 
@@ -473,44 +254,34 @@ def compare_sentences(bundles: Bundles, root: Path, has_counts: bool, write: boo
     entries = json.loads(file.read_text(encoding="utf-8"))
     for entry in entries:
         computed = entry.get("computed")
-        if computed is None or (computed["figure"] in COUNTED and not has_counts):
+        if not computed or not (has_counts or computed["figure"] in PLANNED):
             continue
-        old, new = entry["value"], restated(entry["value"], of_sentence(bundles, computed))
+        old = f"{entry['value']:,}"
+        new = rewritten(old, [of_sentence(bundles, computed)])
         if new != old:
             yield f"docs/measurements.json, {entry['name']}: {old} is {new}"
-            entry["value"] = new
+            entry["value"] = json.loads(new.replace(",", ""))
             for name, sentences in entry["stated"].items() if write else ():
                 text = (root / name).read_text(encoding="utf-8")
-                for sentence in sentences:
-                    parts = [re.escape(part) for part in sentence.split("{}")]
-                    text = restate(text, [re.sub(r"\\ ", r"\\s+", p) for p in parts], old, new)
+                for parts in (sentence.split("{}") for sentence in sentences):
+                    spaced = [re.escape(part).replace(r"\ ", r"\s+") for part in parts]
+                    pattern = re.escape(old).join(f"({part})" for part in spaced)
+                    text = re.sub(pattern, rf"\g<1>{new}\g<2>", text)
                 (root / name).write_text(text, encoding="utf-8")
     if write:
         text = json.dumps(entries, indent=1, ensure_ascii=False)
         file.write_text(text + "\n", encoding="utf-8")
 
 
-def restate(text: str, parts: list[str], old: float, new: float) -> str:
-    """Replaces the old value by the new one between these parts of a sentence."""
-    pattern = re.escape(f"{old:,}").join(f"({part})" for part in parts)
-    return re.sub(pattern, lambda m: f"{new:,}".join(m.groups()), text)
-
-
 @click.command(cls=Command, help=__doc__)
 @click.option("--counts", is_flag=True, help="Count steps on a phone's GPU, too.")
 @click.option("--write", is_flag=True, help="Write the figures into the documents.")
-@click.option("--only", metavar="TEXT", help="The tables whose headings contain this, alone.")
-def main(counts: bool, write: bool, only: str | None) -> None:
-    tables = tuple(
-        table
-        for table in DOCUMENTED
-        if (counts or not table.is_counted) and (only or "") in table.heading
-    )
+def main(counts: bool, write: bool) -> None:
+    tables = tuple(table for table in DOCUMENTED if counts or not table.is_counted)
     with tempfile.TemporaryDirectory() as folder:
         bundles = Bundles(Path(folder))
         found = list(compare_tables(bundles, tables, ROOT, write))
-        if only is None:
-            found += compare_sentences(bundles, ROOT, counts, write)
+        found += compare_sentences(bundles, ROOT, counts, write)
     click.echo("\n".join(found) or "The documents state what is computed.")
     if found and not write:
         raise SystemExit(1)

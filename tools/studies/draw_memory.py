@@ -31,7 +31,6 @@ PAPER = "the paper's method,\nas it reports (iPhone 17 Pro)"
 
 
 def peaks() -> dict[str, float]:
-    """Returns the peaks in MB by label."""
     file = DOCS / "measurements.json"
     figures = {m["name"]: m["value"] for m in json.loads(file.read_text(encoding="utf-8"))}
     measured = {label: figures[name] for label, name in BARS.items()}

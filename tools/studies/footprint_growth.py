@@ -21,7 +21,6 @@ from mesp.errors import MespError
 from mesp.runs.log import RunLog
 
 MOST = 1.0  # MB over the whole run
-# The share of steps left out at the start, in which the trainer allocates lasting memory.
 START = 0.05
 
 

@@ -45,7 +45,7 @@ STEPS = 120
 SHARE = 0.1  # the share of replayed sequences
 SEQ_LENS = (64, 112, 128)
 HELD_OUT = 24
-TEXT_CHARACTERS = 6000  # of each text
+TEXT_CHARACTERS = 6000
 ANSWER_TOKENS = 80
 OUT = Path("build/forgetting")
 Answers = list[tuple[list[int], list[int]]]
@@ -78,8 +78,6 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Result:
-    """A run's result. `before` and `after` are held-out losses in nats per token."""
-
     before: float
     after: float
     strength: float
@@ -165,7 +163,6 @@ def of_house(name: str, count: int, held_out: bool) -> list[dict]:
 
 
 def of_initials(count: int, held_out: bool) -> list[dict]:
-    """Returns records whose answer is the initials of a note's first six words."""
     prompts = [
         each.note for each in spoken_notes.cases(count, seed=int(held_out), held_out=held_out)
     ]
@@ -190,9 +187,6 @@ TASKS = {
 
 
 def write_texts(files: tuple[Path, ...]) -> dict[str, Path]:
-    """Writes the texts that measure forgetting as data for `mesp evaluate`, and returns their
-    paths by name.
-    """
     texts = {
         "docs": "\n".join(each.text for each in python_docs()["valid"]),
         "code": inspect.getsource(argparse)[20_000:],
@@ -207,7 +201,6 @@ def write_texts(files: tuple[Path, ...]) -> dict[str, Path]:
 
 
 def ask(bundle: Bundle) -> Answers:
-    """Returns the token ids of the questions' prompts and of the untuned model's answers."""
     tokenizer = load_bundle_tokenizer(bundle.path)
     found = []
     for question in QUESTIONS:
@@ -234,7 +227,7 @@ def perplexities(
 
 
 def learn(bundle: Bundle, out: Path, steps: int, options: dict[str, Any]) -> RunLog:
-    """Trains on `steps` sequences of the task, unless the run is finished. Returns the run."""
+    """Returns the run."""
     if not (out / "metrics.jsonl").exists() or RunLog.load(out).state() != "finished":
         shutil.rmtree(out, ignore_errors=True)
         steps = round(steps / (1 - options.get("replay", 0)))

@@ -9,9 +9,8 @@ For each seed, all trainers begin with the same adapters and, except for QLoRA, 
 weights, up to rounding to bfloat16. Except with --packed, all train on the same sequences, and all
 but MeZO have the same optimizer and learning rate. A trainer is equivalent to the first one if the
 95% bootstrap intervals of their paired differences lie within LOSS_MARGIN for the loss and within
-EXACT_MARGIN for right answers. With --plans in float32, the losses of MeSP's plans must also agree
-at each step. Exits with 1 if two trainers that compute the same gradients in float32 are not
-equivalent.
+EXACT_MARGIN for right answers. Exits with 1 if two trainers that compute the same gradients in
+float32 are not equivalent.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from studies.comparison.trainers import (
 from studies.tasks.bundles import EXTRACTION, GSM8K, GSM8K_DATA, TASKS, TEXT, Task, command, export
 
 # Margins of equivalence, fixed before any run: held-out loss in nats per token, and share of right
-# answers. A smaller difference is no reason to choose a trainer.
+# answers.
 LOSS_MARGIN = 0.01
 EXACT_MARGIN = 0.02
 # The maximum difference between a training step's losses with two plans, in float32.
@@ -77,8 +76,6 @@ OPTIMIZERS = ("adamw", "sgd")
 class Trainer(NamedTuple):
     """A trainer in the comparison.
 
-    - `train`: the function that trains.
-    - `optimizers`: the optimizers that the trainer is run with.
     - `is_exact`: whether the trainer should be equivalent to the first one.
     - `every_seed`: whether the trainer runs with all seeds or only with the first.
     - `apart`: the maximum difference of a step's loss from the first trainer's, if `is_exact`.
@@ -91,7 +88,7 @@ class Trainer(NamedTuple):
     apart: float = float("inf")
 
 
-# Trainers by name. The others are compared with the first one.
+# The others are compared with the first one.
 QUICK_TRAINERS = {
     "mlx-lm": Trainer(with_mlx_lm, OPTIMIZERS, every_seed=True),
     "MeSP": Trainer(with_mesp, OPTIMIZERS, every_seed=True),
@@ -218,10 +215,7 @@ def main(
 def choose(
     trainers: dict[str, Trainer], optimizer: str, only: tuple[str, ...]
 ) -> dict[str, Trainer]:
-    """Returns the trainers for an optimizer: the first one, and those in `only` or all others.
-
-    Raises MespError if a trainer in `only` does not exist.
-    """
+    """Raises MespError if a trainer in `only` does not exist."""
     first, *others = trainers
     for name in only:
         if name not in others:
@@ -241,10 +235,7 @@ def compare(
     seeds: int,
     text: Path | None,
 ) -> bool:
-    """Trains with each trainer and prints a table.
-
-    Returns whether all trainers that should be equivalent are equivalent.
-    """
+    """Returns whether all trainers that should be equivalent are equivalent."""
 
     def train(name: str, seed: int) -> Trained:
         click.echo(f"{task.name}, {optimizer}, {name}, seed {seed} …", err=True)
@@ -260,10 +251,7 @@ def compare(
 
 
 def with_pytorch(peft: Path, model: str) -> dict[str, Trainer]:
-    """Returns PEFT's trainers, which run in the Python `peft`.
-
-    Prints a note and leaves QLoRA out if `peft` has no bitsandbytes.
-    """
+    """Prints a note and leaves QLoRA out if `peft` has no bitsandbytes."""
     found = {
         f"PEFT, {dtype}": Trainer(partial(with_peft, peft, dtype), is_exact=dtype == "float32")
         for dtype in ("float32", "bfloat16")
@@ -327,8 +315,6 @@ def by_packing(bundle: Path, task: Task) -> dict[str, Trainer]:
 
 
 class Measured(NamedTuple):
-    """The scores of a run, and its loss on the other text in nats per token."""
-
     scores: Scores
     other: float | None
 
@@ -341,10 +327,7 @@ def report(
     found: dict[str, list[Trained]],
     text: Path | None,
 ) -> dict[str, bool]:
-    """Prints a table of a task's trainers.
-
-    Returns for each trainer but the first whether it is equivalent to the first.
-    """
+    """Returns for each trainer but the first whether it is equivalent to the first."""
     ids = other_text(bundle, task, text)
     asks = task.answers is not None
 
@@ -361,9 +344,6 @@ def report(
         return seen[key]
 
     def cells(runs: list[Measured]) -> list[str]:
-        """Returns the formatted means of the held-out loss, the right answers and the other text's
-        perplexity.
-        """
         row = [decimal(mean(each.scores.loss for each in runs), 4)]
         row += [f"{mean(each.scores.exact.mean() for each in runs):.1%}"] * asks
         if ids is not None:
@@ -420,7 +400,6 @@ def mean(values: Iterable[float]) -> float:
 
 
 def interval(difference: Difference, digits: int) -> str:
-    """Formats both ends of the interval, or one number if they round to the same number."""
     low, high = (round(end, digits) + 0.0 for end in (difference.low, difference.high))
     if low == high:
         return f"{low:+.{digits}f}" if low else f"{0:.{digits}f}"

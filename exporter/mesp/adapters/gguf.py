@@ -1,5 +1,3 @@
-"""Writes adapters for llama.cpp: as a GGUF adapter file, or fused into a model's GGUF file."""
-
 from __future__ import annotations
 
 from functools import partial
@@ -30,10 +28,10 @@ def write_gguf(
     """Writes `path`, a GGUF file of the type `adapter`.
 
     For each module, the file has `blk.N.….lora_a` [rank, in] and `….lora_b` [out, rank]; the
-    matrices of experts are stacked. The file also has alpha and, if known, `model`'s licence.
-    Names, keys and the order of rows are those of llama.cpp's convert_lora_to_gguf.py. Raises
-    MespError if the gguf package is missing, if adapters of this architecture cannot be written for
-    llama.cpp, or if adapters have magnitudes, which such a file cannot hold.
+    matrices of experts are stacked. Names, keys and the order of rows are those of llama.cpp's
+    convert_lora_to_gguf.py. Raises MespError if the gguf package is missing, if adapters of this
+    architecture cannot be written for llama.cpp, or if adapters have magnitudes, which such a file
+    cannot hold.
     """
     if adapters.gains:
         raise MespError(
@@ -102,8 +100,7 @@ def write_fused_gguf(
 ) -> None:
     """Writes to `path` a copy of `base` in which the adapters are fused into the weights.
 
-    A matrix with adapters becomes G ∘ W + scale · (A B)ᵀ, in the type for `bits` in `TYPES`. The
-    other tensors are copied.
+    A matrix with adapters becomes G ∘ W + scale · (A B)ᵀ, in the type for `bits` in `TYPES`.
     """
     from gguf import GGMLQuantizationType
 
@@ -127,10 +124,6 @@ _Tensor = tuple[float, np.ndarray, np.ndarray, np.ndarray | None]
 
 
 def _tensors(adapters: AdapterSum, arch: Architecture) -> dict[str, _Tensor]:
-    """Returns each matrix's adapters, by the matrix's name in the GGUF file.
-
-    Columns and rows are in the GGUF file's order. Experts' matrices are stacked.
-    """
     names, found = _names(arch), {}
     for path, (a, b) in adapters.matrices.items():
         layer, _, module = path.removeprefix(f"{arch.mlx_prefix}.layers.").partition(".")

@@ -1,5 +1,3 @@
-"""Measures the held-out loss of a model in mlx-lm on a bundle's data."""
-
 from __future__ import annotations
 
 import math
@@ -23,8 +21,6 @@ def measure_held_out_loss(
 ) -> float:
     """Returns the mean loss per target, in nats, over the first `count` sequences of `valid` that
     have a target in the loss.
-
-    Only targets in the loss count, as in the trainer's evaluation.
     """
     total, tokens = 0.0, 0
     for ids, counted in islice(read_sequences(bundle, "valid", seq_len), count):

@@ -1,5 +1,3 @@
-"""A linear layer of mlx-lm with adapters that were trained with DoRA."""
-
 from __future__ import annotations
 
 import mlx.core as mx
@@ -27,7 +25,6 @@ class LoRALinearWithGains(mlx_lm.tuner.lora.LoRALinear):
         return y + (self.scale * (x @ self.lora_a)) @ self.lora_b
 
     def fuse(self, dequantize: bool = True) -> nn.Linear:
-        """Returns one linear layer with the weight G ∘ W + scale · (A B)ᵀ, in float32."""
         weight = dequantized(self.linear).astype(mx.float32)
         outputs, inputs = weight.shape
         fused = nn.Linear(inputs, outputs, bias="bias" in self.linear)

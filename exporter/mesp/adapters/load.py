@@ -1,7 +1,3 @@
-"""Reads folders of adapters from mlx-lm or PEFT, adds them up, and applies them to mlx-lm's
-model.
-"""
-
 from __future__ import annotations
 
 import math
@@ -24,7 +20,7 @@ from mesp.source_model.safetensors import TENSOR_DTYPES
 
 _FLOATS = {"F32", "F16", "BF16"}
 WEIGHTS, PEFT_WEIGHTS = "adapters.safetensors", "adapter_model.safetensors"
-_PEFT = "base_model.model."  # the prefix of PEFT's layer names
+_PEFT = "base_model.model."
 # The prefix of layer names if PEFT trained only the text part of a larger model.
 _TEXT_PREFIX = "model"
 
@@ -34,8 +30,7 @@ class Adapters:
     """The LoRA matrices of a folder, by the modules' paths in the model.
 
     A module has A [in, rank], B [rank, out] and, with DoRA, m [out], in float32. Experts have A
-    [experts, rank, in] and B [experts, out, rank]. `scale` multiplies the product of A and B. From
-    mlx-lm, `scale` is the configuration's scale. From PEFT, `scale` is alpha / rank or, with
+    [experts, rank, in] and B [experts, out, rank]. From PEFT, `scale` is alpha / rank or, with
     rsLoRA, alpha / √rank.
     """
 
@@ -49,9 +44,6 @@ class Adapters:
 class AdapterSum:
     """The change that adapters make to a model's linear layers: y = G ∘ (x Wᵀ) + scale · (x A) B +
     bias.
-
-    A and B have the shapes that they have in `Adapters`. `gains` has G [out] of the modules with
-    magnitudes. For any other module, G is 1.
     """
 
     matrices: dict[str, tuple[mx.array, mx.array]]
@@ -91,8 +83,8 @@ def stack_adapters(weighted: Sequence[tuple[Adapters, float]], model: nn.Module)
     """Returns the weighted sum of the changes that adapters make to a model of mlx-lm.
 
     Adapters of weight 0 are left out. The sum of several adapters has scale 1, and its rank is the
-    sum of their ranks. DoRA's m becomes the gain g = m / ‖W + s (A B)ᵀ‖ of each row of W. The
-    gain of a row of zeros is 0. Adapters with DoRA add (g - 1) ∘ W + g ∘ s (A B)ᵀ to W.
+    sum of their ranks. DoRA's m becomes the gain g = m / ‖W + s (A B)ᵀ‖ of each row of W. Adapters
+    with DoRA add (g - 1) ∘ W + g ∘ s (A B)ᵀ to W.
 
     Raises MespError naming the folder if a matrix fits no layer of the model, or if its numbers are
     too large.
@@ -195,8 +187,7 @@ def _stack(kept: Sequence[tuple[AdapterSum, float]], path: str) -> tuple[mx.arra
 class _Layer:
     """A linear layer, or a parameter of experts' matrices, that may have adapters.
 
-    One PEFT layer may stand for several layers of mlx-lm, with concatenated outputs. `names` are
-    the names of A, B and DoRA's m in the file. `paths` are the paths of mlx-lm's layers. `stack` is
+    One PEFT layer may stand for several layers of mlx-lm, with concatenated outputs. `stack` is
     empty, or has the number of experts.
     """
 
@@ -211,7 +202,6 @@ class _Layer:
         return config.rank * (len(self.paths) if config.joins else 1)
 
     def shapes(self, config: AdapterConfig) -> list[list[int]]:
-        """Returns the shapes of A, B and DoRA's m in the file."""
         rank, outputs, stack = self.rank(config), sum(self.outputs), self.stack
         magnitudes = [[outputs]] * (len(self.names) - 2)
         if not config.is_peft and not stack:
@@ -224,7 +214,6 @@ class _Layer:
     def matrices(
         self, arrays: list[mx.array], config: AdapterConfig
     ) -> dict[str, tuple[mx.array, ...]]:
-        """Returns A, B and DoRA's m in mlx-lm's form, by the layer's path."""
         if not config.is_peft:
             return {self.paths[0]: tuple(arrays)}
         a, b, *magnitudes = arrays
@@ -245,7 +234,6 @@ class _Layer:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    """Returns the shape of each tensor of a file. Raises ValueError if the file cannot be used."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise ValueError(f"{file.name} is not a regular file")
@@ -267,7 +255,6 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 def _layers(
     arch: Architecture, config: AdapterConfig, shapes: dict[str, list[int]]
 ) -> list[_Layer]:
-    """Returns the layers of the model that may have adapters."""
     prefix = arch.hf_prefix if config.is_peft else arch.mlx_prefix
     if config.is_peft and not any(name.startswith(f"{_PEFT}{prefix}.layers.") for name in shapes):
         prefix = _TEXT_PREFIX
@@ -285,8 +272,7 @@ def _layers(
             names: tuple[str, ...] = (f"{layer}.lora_a", f"{layer}.lora_b")
             magnitudes = f"{layer}.m"
             if config.is_peft:
-                # PEFT wraps a parameter in a layer with the name of the parameter's module. If two
-                # parameters of a module are wrapped, the second wrapper contains the first.
+                # PEFT wraps a parameter in a layer with the name of the parameter's module.
                 others = (blocks + other for other, _ in joined if other != name)
                 is_nested = any(map(config.adapts_parameter, others))
                 inside = ".base_layer" if len(parts) > 1 and is_nested else ""
@@ -338,7 +324,6 @@ def _check(layers: list[_Layer], shapes: dict[str, list[int]], config: AdapterCo
 
 
 def _array(tensor: dict[str, Any]) -> mx.array:
-    """Returns a tensor from `deserialize`, in float32."""
     stored, dtype = TENSOR_DTYPES[tensor["dtype"]]
     array = np.frombuffer(tensor["data"], stored).reshape(tensor["shape"])
     return mx.array(array).view(dtype).astype(mx.float32)

@@ -1,5 +1,3 @@
-"""Writes a Modelfile for Ollama beside a GGUF file with fused adapters."""
-
 from __future__ import annotations
 
 import re
@@ -18,8 +16,7 @@ _QUOTES = '"""'
 def write_modelfile(folder: Path, gguf: str, bundle: Bundle) -> None:
     """Writes the Modelfile of the GGUF file named `gguf`.
 
-    The Modelfile contains the licence and the texts at which answers in the bundle's data end. The
-    model's licence files must already be in `folder`.
+    The Modelfile contains the licence and the texts at which answers in the bundle's data end.
     """
     lines = [f"FROM ./{gguf}"]
     lines += [f"PARAMETER stop {_quoted(text)}" for text in _ends(bundle)]
@@ -49,9 +46,6 @@ def _terms(folder: Path, bundle: Bundle) -> list[str]:
 
 
 def _text(file: Path) -> str:
-    """Returns a file's text. Returns a reference to the file if the text is empty, is not UTF-8, or
-    cannot stand in a Modelfile.
-    """
     try:
         text = read_bytes(file).decode()
     except ValueError:

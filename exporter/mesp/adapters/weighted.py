@@ -61,7 +61,6 @@ def check_folder(folder: Path) -> None:
 
 
 def list_folders(adapters: StrPath | Sequence[StrPath] | None) -> list[Path]:
-    """Returns a list of folders from None, one folder or a sequence of folders."""
     if adapters is None:
         return []
     given = [adapters] if isinstance(adapters, str | os.PathLike) else adapters
@@ -69,7 +68,6 @@ def list_folders(adapters: StrPath | Sequence[StrPath] | None) -> list[Path]:
 
 
 def describe(adapters: Sequence[WeightedAdapters]) -> str:
-    """Returns the folders and weights as text: `0.7 * runs/a/adapters + runs/b/adapters`."""
     return " + ".join(
         str(folder) if weight == 1 else f"{weight:g} * {folder}" for folder, weight in adapters
     )

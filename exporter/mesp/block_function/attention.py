@@ -1,5 +1,3 @@
-"""Attention in three forms: MLX's fused primitive, tiles, and plain operations."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,8 +11,7 @@ from mesp.block_function.parts import Parts
 from mesp.block_function.rope import Turn, fast_rope, rope
 from mesp.models.mixers import AttentionMixer
 
-# The values of head_dim for which MLX's fused attention is used. For a head_dim without a Metal
-# kernel, fused attention holds all heads·T·T scores.
+# The values of head_dim for which MLX's fused attention is used.
 FUSED_HEADS = (64, 80, 128)
 
 
@@ -35,8 +32,7 @@ def mix_by_attention(
 ) -> tuple[list[mx.array], mx.array]:
     """Returns [q, k, v, attn_out] of x [1, T, hidden], and the input of the output projection.
 
-    The input of the output projection is attn_out, or gated attn_out if there are gates. In q, the
-    gate of a head follows the head's query.
+    In q, the gate of a head follows the head's query.
     """
     dtype, everywhere = parts.dtype, slice(0, x.shape[1])
     window = mixer.within(x.shape[1]).sliding_window
@@ -97,7 +93,7 @@ def keys_and_values(
 
 
 def soft_cap(scores: mx.array, cap: float | None) -> mx.array:
-    """Returns cap · tanh(scores / cap). Without a cap, returns the scores."""
+    """Returns cap · tanh(scores / cap)."""
     return scores if cap is None else cap * mx.tanh(scores / cap)
 
 
@@ -115,8 +111,6 @@ def visible(rows: slice, keys: slice, scoring: Scoring) -> mx.array:
 def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring) -> mx.array:
     """Returns causal grouped-query attention, computed in tiles of query rows.
 
-    `k` is given after QK-norm and RoPE. `place` applies both to each tile of `q`.
-
     q [1, heads, T, head_dim], k and v [1, kv_heads, T, head_dim] -> float32 [1, T, heads·head_dim]
     """
     _, heads, length, head_dim = q.shape
@@ -128,7 +122,6 @@ def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scori
         tile = q[:, :, rows]
         if parts:
             tile = mx.depends(tile, parts[-1])
-        # The query heads that share a key head become rows of one matrix.
         tile = place(tile, rows).reshape(kv_heads, -1, head_dim) * scoring.scale
         scores = soft_cap(tile @ k[:, keys].swapaxes(1, 2), scoring.cap)
         scores = scores.reshape(heads, rows.stop - rows.start, -1)
@@ -144,8 +137,7 @@ def fused_attention(
 ) -> mx.array:
     """Returns the result of `attention`, computed by the fused primitive of `fast`.
 
-    The primitive has no soft cap. The primitive gets float32, because the backward pass recomputes
-    the scores in float32.
+    The primitive gets float32, because the backward pass recomputes the scores in float32.
     """
     everything = slice(0, q.shape[2])
     causal = scoring.window is None and scoring.starts is None
@@ -158,7 +150,6 @@ def fused_attention(
 def plain_attention(
     q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring
 ) -> mx.array:
-    """Returns the result of `attention`, computed without tiles."""
     _, heads, length, head_dim = q.shape
     everything = slice(0, length)
     q, k, v = place(q, everything), k.astype(mx.float32), v.astype(mx.float32)

@@ -1,8 +1,7 @@
 """Checks a file of functions against `allowed_primitives.json`, before MLX reads it.
 
 MLX does not check output shapes or `Gather` indices in a file. A function that passes the check
-here reads and writes only within its arrays. The check does not tell what a function computes, or
-how long it takes.
+here reads and writes only within its arrays.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ def check_block_functions(
     """Raises ValueError unless a file has one function of `block` for each rank and length, in this
     order.
 
-    The functions must have the inputs and outputs that the architecture implies. Errors of
-    `check_functions` are raised too. `words` is the number of uint32 words in the block's weights.
+    The functions must have the inputs and outputs that the architecture implies. `words` is the
+    number of uint32 words in the block's weights.
     """
     found = [(list(each.inputs.values()), _outputs(each)) for each in check_functions(file, device)]
     expected = [
@@ -364,7 +363,6 @@ def _gather(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 
 def _check_indices(primitive: Primitive, inputs: list[Array], greatest: dict[int, int]) -> None:
-    """Raises ValueError unless a `Gather`'s indices are certain to be within bounds."""
     (place,), _ = primitive.state
     size, kind = inputs[0].shape[place], _TYPES[inputs[1].dtype]
     top = greatest.get(primitive.inputs[1], 255 if kind == "uint8" else None)
@@ -458,7 +456,6 @@ def _attention(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 
 def has_attention(heads: int, kv_heads: int, length: int, head_dim: int) -> bool:
-    """Returns whether Metal has an attention kernel for these sizes."""
     kernels = ALLOWED["attention"]
     if length > kernels["short"]:
         return head_dim in kernels["long_dims"]

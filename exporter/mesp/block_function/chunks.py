@@ -1,5 +1,3 @@
-"""Chunks of the tokens of a recurrent mixer, and the decays of its state within a chunk."""
-
 from __future__ import annotations
 
 import mlx.core as mx
@@ -39,7 +37,7 @@ def decays(log_decay: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 def forgetting(log_decay: mx.array, starts: mx.array | None) -> mx.array:
     """Returns the log decays [..., T], changed so that they reset the state at the first token of
-    each record. Unchanged if `starts` is None.
+    each record.
     """
     if starts is None:
         return log_decay

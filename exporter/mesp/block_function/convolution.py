@@ -1,5 +1,3 @@
-"""Causal depthwise convolutions, and the short-convolution mixer."""
-
 from __future__ import annotations
 
 import mlx.core as mx
@@ -11,8 +9,7 @@ from mesp.models.mixers import ShortConvolution
 def convolution(x: mx.array, w: mx.array, starts: mx.array | None) -> mx.array:
     """Returns y_t = Σ_j w_j ∘ x_{t-K+1+j} in float32, for x [1, T, channels] and w [channels, K].
 
-    `w` is float32. The record of token t begins at position starts_t. Inputs before that position
-    count as 0.
+    The record of token t begins at position starts_t. Inputs before that position count as 0.
     """
     length, kernel = x.shape[1], w.shape[1]
     before = mx.zeros((1, kernel - 1, x.shape[2]))

@@ -1,5 +1,3 @@
-"""Dequantizes packed weights to float32, with operations that MLX can export."""
-
 from __future__ import annotations
 
 import math
@@ -38,8 +36,6 @@ def unpack(words: mx.array, bits: int) -> mx.array:
     fewest whole bytes that hold whole codes.
     """
     length = 32
-    # If `bits` does not divide 32, some codes span two words. So the words are split into units of
-    # whole bytes that hold whole codes.
     if 32 % bits:
         length = math.lcm(8, bits)
         dtype = mx.uint32 if length <= 32 else mx.uint64

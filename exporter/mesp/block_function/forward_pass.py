@@ -15,14 +15,11 @@ record begins. For a token, attention sees no key before that position, a convol
 inputs before that position as zeros, and a recurrent mixer begins there with a state of zeros.
 
 The function for a GPU has fused primitives, `quantized_matmul` and tiles, and computes in bfloat16.
-MLX is lazy, so evaluating only ``y`` computes only what ``y`` needs. `mx.depends` makes each tile
-wait for the tile before it.
 
 The plain function, ``block.plain.T.mlxfn``, consists of differentiable operations, which every
 processor has, and computes in float32. Weights are dequantized before they are multiplied, because
 `quantized_matmul` is about 50 times slower on a CPU.
 
-Both convert the stored scales, biases, norms and other vectors to the dtype of the computation.
 Results between the outputs are float32, except that a norm multiplies by its weight in the dtype of
 its input, and that `quantized_matmul` rounds its product to the dtype of `x`.
 """
@@ -48,7 +45,6 @@ from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, Short
 
 BlockFunction = Callable[..., list[mx.array]]
 
-# For each mixer, a function that returns four intermediates and the output projection's input.
 MIX = {
     AttentionMixer: mix_by_attention,
     GatedDeltaNet: mix_by_gated_delta_net,
@@ -58,14 +54,11 @@ MIX = {
 
 
 def block_function(block: Block, layout: Layout, fast: ModuleType | None = None) -> BlockFunction:
-    """Returns the block function with the fused primitives of `fast`. Without `fast`, returns the
-    plain function.
+    """Returns the block function with the fused primitives of `fast`.
 
     The function takes x [1, T, hidden], the flat LoRA matrices as float32, scale [] float32,
     weights [layout.words] uint32, the inputs whose shapes `Block.given_shapes` returns and, for
-    packed records, starts [T] int32. T, the LoRA rank and the dtype follow from the arguments.
-    docs/formats.md has the outputs' shapes. `fast` is `mx.fast`, or `mesp.block_function.fused` to
-    trace fused primitives on a CPU.
+    packed records, starts [T] int32.
     """
 
     def function(x, lora, scale, weights, *more):

@@ -1,7 +1,7 @@
 """The fused primitives of `mx.fast` for Metal, which any machine can trace.
 
 On a CPU, `mx.fast` traces plain operations instead. An imported function keeps its primitives. So
-each function here imports a file with one primitive. The results cannot be evaluated on a CPU.
+each function here imports a file with one primitive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from mesp.block_function.check import has_attention
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """Returns `mx.fast.rms_norm` of arrays of one dtype."""
     return _trace("RMSNorm", (eps,), [x, weight], x.shape)
 
 
@@ -26,8 +25,7 @@ def rope(
 ) -> mx.array:  # fmt: skip
     """Returns `mx.fast.rope` with `freqs` in place of a base. `freqs` has float32 periods [dims
     / 2]."""
-    # MLX ignores the base, 1.0, because it gets periods. The last item, True, means forward
-    # rotation.
+    # MLX ignores the base, 1.0, because it gets periods.
     state = (dims, traditional, 1.0, scale, True)
     return _trace("RoPE", state, [x, mx.array(offset, mx.int32), freqs], x.shape)
 
@@ -45,7 +43,6 @@ def scaled_dot_product_attention(
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
     causal = isinstance(mask, str)
     masks = [] if causal else [mx.broadcast_to(mask, (*q.shape[:3], k.shape[2]))]
-    # The last three items are: no sinks, no log-sum-exp output, no forced fusion.
     state = (scale, causal, False, False, False)
     return _trace("ScaledDotProductAttention", state, [q, k, v, *masks], q.shape)
 

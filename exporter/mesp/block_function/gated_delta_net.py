@@ -76,7 +76,6 @@ def _recurrence(
 
 
 def _unit(x: mx.array) -> mx.array:
-    """Returns RMSNorm(x), without weights."""
     return x * mx.rsqrt(mx.mean(mx.square(x), axis=-1, keepdims=True) + UNIT_EPS / x.shape[-1])
 
 

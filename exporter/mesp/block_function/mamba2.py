@@ -16,8 +16,7 @@ def mix_by_mamba2(mixer: Mamba2Mixer, parts: Parts, x: mx.array) -> tuple[list[m
     """Returns [z, xBC, dt, o] of x [1, T, hidden], and RMSNorm(o ∘ silu(z)), the output
     projection's input.
 
-    The input projection's output is z, xBC and dt, concatenated. Heads do not depend on each other,
-    so they are computed in tiles.
+    Heads do not depend on each other, so they are computed in tiles.
     """
     values, dtype = mixer.values, parts.dtype
     projected = parts.project("in", x).astype(dtype)
@@ -64,8 +63,7 @@ def _heads_output(
     mixer: Mamba2Mixer, parts: Parts, xBC: mx.array, dt: mx.array, B: mx.array, C: mx.array,
     heads: slice,
 ) -> mx.array:  # fmt: skip
-    """Returns o of `heads`, concatenated: [1, T, heads·head_dim]. B and C belong to the heads'
-    groups."""
+    """Returns o of `heads`, concatenated: [1, T, heads·head_dim]."""
     size = mixer.head_dim
     x = _convolved(mixer, parts, xBC, slice(heads.start * size, heads.stop * size), size)
     A_log, dt_bias, D = (
@@ -81,9 +79,8 @@ def state_space(u: mx.array, log_decay: mx.array, B: mx.array, C: mx.array) -> m
     """Returns Y, of u's shape, for u = Δ ∘ x [heads, T, P], the log decays [heads, T], B and C
     [groups, T, N].
 
-    All arrays are float32. Y is computed in chunks. `decays` returns Γ, γ and δ of a chunk, and γ'
-    is the chunk's last γ. U is the chunk's u, S the state before the chunk, and S₊ the state after
-    it:
+    `decays` returns Γ, γ and δ of a chunk, and γ' is the chunk's last γ. U is the chunk's u, S the
+    state before the chunk, and S₊ the state after it:
 
         Y = γ ∘ (C Sᵀ) + (Γ ∘ C Bᵀ) U        S₊ = γ' S + (δ ∘ U)ᵀ B
     """

@@ -1,5 +1,3 @@
-"""The MLP: in tiles of tokens, and in plain operations."""
-
 from __future__ import annotations
 
 import math

@@ -10,7 +10,7 @@
     stream    index i32, type of device i32 (0 is the CPU, 1 the GPU), device i32
     array     shape, dtype; a shape is a list of i32, a dtype i32 and the element size u8
 
-A list is its length u64 and its items. Ids are a list of u64. A text is a list of bytes.
+A list is its length u64 and its items.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES = (
 )
 
 STREAM = "<iii"
-SHAPE = "S"  # stands for a shape among the codes of `struct`
+SHAPE = "S"
 STATES = {name: each["state"] for name, each in ALLOWED["primitives"].items()}
 
 
@@ -51,7 +51,6 @@ def has_layout(version: str) -> bool:
 
 
 def check_mlx() -> None:
-    """Raises MespError unless `has_layout` accepts the installed MLX."""
     if not has_layout(mx.__version__):
         raise MespError(
             f"The layout of the functions of MLX {mx.__version__!r:.40} is not known; "
@@ -62,10 +61,8 @@ def check_mlx() -> None:
 def one_primitive(
     name: str, state: tuple, inputs: list[mx.array], shape: tuple[int, ...], dtype: mx.Dtype
 ) -> bytes:
-    """Returns a file with one function: the primitive `name` on the CPU, with inputs like `inputs`.
-
-    The function returns one array, of `shape` and `dtype`. `state` has the items that `STATES`
-    lists for the primitive, none of which may be a shape.
+    """Returns a file with one function: the primitive `name` on the CPU, with inputs like
+    `inputs`.
     """
     ids = [_pack("Q", i) for i in range(len(inputs) + 1)]
     *taken, result = ids
@@ -81,9 +78,8 @@ def one_primitive(
 
 
 def on_device(file: bytes, device: str) -> bytes:
-    """Returns the file with every primitive moved to the first stream of `device`, "cpu" or "gpu".
-
-    Raises what `primitives` raises.
+    """Returns the file with every primitive moved to the first stream of `device`, "cpu"
+    or "gpu".
     """
     moved = bytearray(file)
     for primitive in primitives(file):
@@ -153,7 +149,6 @@ class _Reader:
         self.file, self.at = file, 0
 
     def header(self) -> int:
-        """Reads the header, and returns the number of traces."""
         if not has_layout(self.text()):
             raise ValueError(f"it is not in the layout of MLX {MLX}")
         traces, shapeless = self.take("i?")
@@ -205,9 +200,8 @@ class _Reader:
 
 
 def functions(file: bytes) -> list[Function]:
-    """Returns the functions in a file.
-
-    Raises ValueError if the file is not valid, and KeyError for a primitive that `STATES` lacks.
+    """Raises ValueError if the file is not valid, and KeyError for a primitive that
+    `STATES` lacks.
     """
     reader = _Reader(file)
     # Shared by all traces, because MLX writes each constant once.
@@ -259,5 +253,4 @@ def functions(file: bytes) -> list[Function]:
 
 
 def primitives(file: bytes) -> list[Primitive]:
-    """Returns the primitives of all functions, in file order. Raises what `functions` raises."""
     return [each for function in functions(file) for each in function.primitives]

@@ -1,5 +1,3 @@
-"""The operands of the formulas of a block's forward pass."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -13,23 +11,19 @@ from mesp.block_function.projection import Projection
 
 @dataclass(frozen=True)
 class Parts:
-    """A block's projections and weights, and how to compute with them."""
-
     p: dict[str, Projection]
     arrays: dict[str, mx.array]
     eps: float
     dtype: mx.Dtype
-    # The module with the fused primitives. None: plain operations.
+    # The module with the fused primitives.
     fast: ModuleType | None
     # The position at which each token's record begins, int32 [T]. None without packed records.
     starts: mx.array | None = None
-    # The tokens' embeddings for this layer [1, T, size]. None if the model has no per-layer
-    # embeddings.
+    # The tokens' embeddings for this layer [1, T, size].
     per_layer: mx.array | None = None
-    # The keys (after norm and RoPE) and values of another block, [1, kv_heads, T, D] each. None if
-    # the block computes its own.
+    # The keys (after norm and RoPE) and values of another block, [1, kv_heads, T, D] each.
     shared: tuple[mx.array, mx.array] | None = None
-    # Returns an expert's gate, up and down projections. None in a block without experts.
+    # Returns an expert's gate, up and down projections.
     expert: Callable[[int], Sequence[Projection]] | None = None
 
     @property

@@ -1,5 +1,3 @@
-"""The projections of a block. Each has a quantized matrix and its LoRA matrices."""
-
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
@@ -47,7 +45,6 @@ class Projection:
         return mx.addmm(total, self.scale * (wide @ self.a), self.b)
 
     def outputs(self, rows: slice) -> Projection:
-        """Returns the projection to the outputs `rows`."""
         return replace(
             self,
             weight=self.weight[rows],
@@ -58,7 +55,6 @@ class Projection:
         )
 
     def after(self, done: mx.array) -> Projection:
-        """Returns a projection that MLX computes after `done`."""
         return replace(self, weight=mx.depends([self.weight], [done])[0])
 
 
@@ -66,9 +62,7 @@ def projections(
     block: Block, layout: Layout, arrays: dict[str, mx.array], lora: mx.array,
     scale: mx.array, dtype: mx.Dtype | None,
 ) -> dict[str, Projection]:  # fmt: skip
-    """Returns the block's projections (`q`, …, `down`) of `arrays` and the flat `lora`. The scales
-    and biases of matrices that are multiplied packed are in `dtype`.
-    """
+    """Returns the block's projections (`q`, …, `down`) of `arrays` and the flat `lora`."""
     modules, start = {}, 0
     sizes = block.sizes()
     rank = lora.size // block.lora_size(1)

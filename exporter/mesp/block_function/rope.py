@@ -1,5 +1,3 @@
-"""RoPE: rotates q and k by their positions."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -41,7 +39,6 @@ def fast_rope(mixer: AttentionMixer, fast: ModuleType) -> Turn:
 
 
 def rope(mixer: AttentionMixer, everywhere: slice) -> Turn:
-    """Returns RoPE in plain operations. The angles are computed once."""
     half = len(mixer.frequencies)
     if not half:
         return lambda x, rows: x

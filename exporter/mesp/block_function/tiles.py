@@ -7,16 +7,14 @@ from collections.abc import Iterator
 # tile has more than 8 tokens. So a longer sequence has longer tiles, not more tiles.
 NUMBERS_A_TOKEN = 2048
 
-# Query rows in a tile of attention. A tile reads no key after its last row, so small tiles read
-# fewer keys.
+# Query rows in a tile of attention.
 ATTENTION_ROWS = 32
 
 # The largest product of value heads and tokens in a tile of a gated delta net. A tile may exceed it
 # to hold FEWEST_HEADS value heads or the value heads of one key head. Smaller tiles save no memory,
 # because the graph grows.
 HEADS_BY_TOKENS = 512
-# The largest product of heads and tokens in a tile of Mamba-2. A tile may exceed it to hold
-# FEWEST_HEADS heads.
+# The largest product of heads and tokens in a tile of Mamba-2.
 STATE_SPACE_HEADS_BY_TOKENS = 2048
 FEWEST_HEADS = 2
 

@@ -1,5 +1,3 @@
-"""Traces a block function and writes it as a file, ``….mlxfn``."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -25,9 +23,6 @@ def export_block(
     packed: bool = False,
 ) -> None:
     """Writes `function` to `path` (``….mlxfn``), with a trace for each rank and sequence length.
-
-    `packed` tells whether `function` takes packed records. The traces are made on the CPU, for
-    either device.
 
     Raises RuntimeError or OSError if the file cannot be written, ValueError if
     `check_block_functions` refuses the file, and MespError if the installed MLX has another file

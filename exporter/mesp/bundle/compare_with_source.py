@@ -1,7 +1,3 @@
-"""Compares a bundle with its source: what quantization changes, and whether anything else
-differs.
-"""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -29,8 +25,7 @@ from mesp.source_model.safetensors import SafetensorsWeights
 # text is also no longer than a window.
 LENGTH = 64
 # The largest relative error of logits that float32 rounding may explain. The errors are 1e-6 in
-# tiny models, and about 1e-5 after dozens of blocks. A wrong norm ε or a wrong RoPE angle changes
-# more.
+# tiny models, and about 1e-5 after dozens of blocks.
 TOLERANCE = 1e-3
 _ROPE = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
@@ -60,8 +55,8 @@ class SourceComparison:
 def compare_with_source(bundle: Bundle, source: Source) -> SourceComparison:
     """Compares the logits of a short text or, without a tokenizer, of random tokens.
 
-    The source's whole model is loaded in float32. Raises MespError if the source is not a folder of
-    safetensors files, if the bundle is not of this source, or if mlx-lm cannot load the source.
+    Raises MespError if the source is not a folder of safetensors files, if the bundle is not of
+    this source, or if mlx-lm cannot load the source.
     """
     if source.gguf or source.folder is None:
         raise MespError(
@@ -112,7 +107,6 @@ def _bundled(bundle: Bundle, source: Source) -> nn.Module:
 
 
 def _own_model(bundle: Bundle, source: Source) -> nn.Module:
-    """Returns the source's model as mlx-lm loads it, without running code from its folder."""
     from mesp.dependencies import mlx_lm
 
     assert source.folder is not None
@@ -131,8 +125,6 @@ def _own_model(bundle: Bundle, source: Source) -> nn.Module:
 
 
 def _for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
-    """Returns the source's config.json for mlx-lm, with RoPE converted to mlx-lm's keys if
-    necessary."""
     read = for_mlx_lm(complete(config), length)
     rope = {key: read[key] for key in _ROPE if key in read}
     is_long = (read.get("rope_scaling") or {}).get("type") == "longrope"

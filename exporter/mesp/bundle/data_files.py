@@ -1,5 +1,3 @@
-"""Writes the data of a new bundle, and replaces the data of a finished one."""
-
 from __future__ import annotations
 
 import json
@@ -18,12 +16,10 @@ from mesp.errors import plain_os_errors
 from mesp.files import create, read_object, remove_link, sync
 from mesp.folders import check_disk, locked
 
-# A bundle's data lies in one of these two folders; new data is written to the other one.
 FOLDERS = ("data", "data.2")
 
 
 def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str, DataSplit]:
-    """Writes the splits to `folder` in the bundle, and returns their manifest entries."""
     if splits:
         remove_link(bundle / folder)
         (bundle / folder).mkdir(exist_ok=True)
@@ -53,17 +49,14 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
 
 
 def end_tokens_of(splits: Mapping[str, Split]) -> tuple[int, ...]:
-    """Returns the end tokens of all splits, ascending."""
     return tuple(sorted({token for split in splits.values() for token in split.ends}))
 
 
 def encoding_of(splits: Mapping[str, Split]) -> Mapping[str, Any]:
-    """Returns the encoding options of the first split. All splits have the same options."""
     return next((split.encoding for split in splits.values()), {})
 
 
 def write_index(folder: Path, data: Mapping[str, DataSplit]) -> None:
-    """Writes data.json, which lists the splits' files for mesp-engine."""
     with create(folder / "data.json") as file:
         file.write(json.dumps({name: split.to_json() for name, split in data.items()}).encode())
 
@@ -72,7 +65,7 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
     """Replaces the data of a finished bundle, and returns the bundle's new manifest.
 
     One rename switches to the new manifest and the new data. So an interruption leaves the bundle
-    whole. The next call removes files that an interrupted call has left.
+    whole.
     """
     with (
         plain_os_errors(f"Cannot write the data to {bundle}"),
@@ -110,8 +103,6 @@ def _remove_unused(bundle: Path) -> str:
 
 
 def describe_data(data: Mapping[str, DataSplit]) -> str:
-    """Returns a description of the manifest's ``data``."""
-
     def describe(name: str, split: DataSplit) -> str:
         if split.count is None:
             return f"{split.tokens:,} {name} tokens"

@@ -1,5 +1,3 @@
-"""Quantizes a model and writes it as a bundle."""
-
 from __future__ import annotations
 
 import logging
@@ -34,7 +32,7 @@ log = logging.getLogger(__name__)
 StrPath = str | os.PathLike[str]
 
 QUANTIZERS = ("least-squares", "nearest")
-MEASURE_SEQUENCES = 8  # sequences that `ExportJob.measure` reads
+MEASURE_SEQUENCES = 8
 MEASURE_LENGTH = 256
 # The dtype of the scales, biases and norms of a model that was not quantized before.
 DTYPE = "bfloat16"
@@ -42,15 +40,12 @@ DTYPE = "bfloat16"
 
 @dataclass(frozen=True)
 class ExportJob:
-    """A checked export that is ready to run."""
-
     source: Source
     weights: Weights
     architecture: Architecture
     options: ExportOptions
 
     def run(self, progress: ProgressCallback | None = None) -> Manifest:
-        """Writes the bundle to `options.out`, and returns its manifest."""
         manifest = write_bundle(
             self.source, self.weights, self.architecture, self.options, progress
         )
@@ -74,10 +69,7 @@ class ExportJob:
         return self.weights.describe()
 
     def sequences_to_measure(self, data: str) -> list[list[int]]:
-        """Returns sequences of the text `data` for `measure`.
-
-        Raises MespError if there is no tokenizer or no text, or if the weights are random.
-        """
+        """Raises MespError if there is no tokenizer or no text, or if the weights are random."""
         if isinstance(self.weights, RandomWeights):
             raise MespError("Random weights predict nothing; leave out --measure.")
         assert self.source.folder is not None
@@ -88,7 +80,6 @@ class ExportJob:
         return choose_excerpts(split.tokens, self.source, self.architecture, count, length)
 
     def measure(self, sequences: list[list[int]]) -> QuantizationLoss:
-        """Returns how far the bundle's predictions are from the model's predictions."""
         model = SourceModel(self.weights, self.architecture, self.options.quantizations)
         bundle = Bundle(self.options.out)
         return measure_loss(model, to_source_model(bundle), sequences)
@@ -115,8 +106,7 @@ def prepare_export(
 ) -> ExportJob:
     """Finds or downloads the model, and checks the options. Writes no bundle.
 
-    The arguments are those of `export`, without defaults. Raises MespError if an argument cannot be
-    used.
+    Raises MespError if an argument cannot be used.
     """
     _check_choices(
         quantize=(quantize, QUANTIZERS),
@@ -256,8 +246,7 @@ def rewrite(
     bundle.
 
     Arguments that are not given keep the bundle's values. By default, `out` is the bundle itself,
-    which `overwrite` must allow. Raises MespError if the new bundle cannot be written. Then
-    `bundle` is unchanged.
+    which `overwrite` must allow. Raises MespError if the new bundle cannot be written.
     """
     old = Path(bundle)
     has = read_manifest(old, OF_SAME_WEIGHTS)
@@ -273,12 +262,11 @@ def rewrite(
 
 
 def choose_dtype(weights: Weights) -> str:
-    """Returns the dtype of a bundle's scales, biases, norms and other vectors."""
     return weights.dtype or DTYPE
 
 
 def sort_numbers(numbers: int | Sequence[int]) -> list[int]:
-    """Returns the distinct numbers, ascending. Raises MespError if a number is below 1."""
+    """Returns the distinct numbers, ascending."""
     found = [numbers] if isinstance(numbers, int) else sorted(set(numbers))
     if any(number < 1 for number in found):
         raise MespError(f"Sequence lengths and ranks are 1 or more, and not {found[0]}.")

@@ -9,10 +9,6 @@ from mesp.quantization.choose import Quantizations
 
 @dataclass(frozen=True)
 class BundleOptions:
-    """The options of the bundle to write. With `pack`, functions for packed records are written
-    too.
-    """
-
     out: Path
     seq_lens: list[int]
     ranks: list[int]

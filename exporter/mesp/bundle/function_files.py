@@ -1,5 +1,3 @@
-"""Writes a bundle's block functions, and finds which blocks share them."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -62,7 +60,6 @@ def write_function(
     device: str,
     packed: bool,
 ) -> None:
-    """Writes one block function, traced for a sequence length and every rank."""
     dtype, ranks = DTYPES[DTYPE_OF[device]], options.ranks
     try:
         export_block(str(path), function, block, layout, dtype, device, [seq_len], ranks, packed)

@@ -1,5 +1,3 @@
-"""Reads, checks and writes a bundle's manifest.json."""
-
 from __future__ import annotations
 
 import hashlib
@@ -32,7 +30,7 @@ ENCODING = {
     "chat": bool,
     "split_special_tokens": bool,
     "chat_template_kwargs": dict,
-}  # may be absent
+}
 
 _PACKED = {
     "words": int,
@@ -103,8 +101,7 @@ class BlockGroup:
     length.
 
     A GPU uses `functions` and, for packed records, `packed_functions`. A CPU uses
-    `plain_functions`. Blocks with experts have no functions. The trainer computes blocks without
-    functions by its own formulas.
+    `plain_functions`. Blocks with experts have no functions.
     """
 
     layers: tuple[int, ...]
@@ -123,7 +120,6 @@ class BlockGroup:
 
     @property
     def files(self) -> list[dict[str, str]]:
-        """The files of each kind of functions. Empty if the blocks have no functions."""
         packed = [self.packed_functions] if self.packed_functions else []
         kinds = [self.functions, self.plain_functions, *packed]
         return kinds if any(kinds) else []
@@ -136,8 +132,6 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class Table:
-    """The weight file of a table outside the blocks, such as the embedding or the head."""
-
     file: str
     layout: Layout
 
@@ -153,8 +147,7 @@ class Table:
 class DataSplit:
     """The files of a split. The split has `tokens` token ids, as one stream or as `count` examples.
 
-    `begin` replaces the first token of each window of a stream, unless it is None. With `pack`,
-    short examples share a sequence in training.
+    `begin` replaces the first token of each window of a stream, unless it is None.
     """
 
     file: str
@@ -187,7 +180,6 @@ class DataSplit:
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """The split's files and their sizes in bytes."""
         files = {
             self.file: 4 * self.tokens,
             self.examples: 8 * (self.count or 0),
@@ -219,12 +211,9 @@ class Manifest:
     blocks: tuple[BlockGroup, ...]
     embedding: Table
     head: Table
-    # The weight files of the per-layer embeddings, by matrix name.
     per_layer: Mapping[str, Table] = field(default_factory=dict)
     data: Mapping[str, DataSplit] = field(default_factory=dict)
-    # The tokens at which generation stops, ascending.
     end_tokens: tuple[int, ...] = ()
-    # The options that changed how the data's text was encoded; their names are in `ENCODING`.
     encoding: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[File, ...] = ()
 
@@ -316,7 +305,7 @@ def read_manifest(path: Path, formats: tuple[int, ...] = (FORMAT,)) -> Manifest:
 
     Raises MespError if the folder is not a bundle, has a format that is not in `formats`, or has a
     damaged manifest, or if a file in the manifest is missing, has another size or is outside of the
-    folder. `Bundle.verify` checks the contents.
+    folder.
     """
     try:
         entries = read_object(path / "manifest.json")
@@ -373,12 +362,10 @@ def check_rank(rank: int, arch: Architecture) -> None:
 
 
 def damaged(path: Path) -> MespError:
-    """Returns the error for a bundle whose manifest is invalid."""
     return MespError(f"{path / 'manifest.json'} is damaged; write the bundle again.")
 
 
 def describe_files(bundle: Path, folder: str = ".") -> tuple[File, ...]:
-    """Returns an entry for every file in the bundle's `folder`."""
     files = sorted(path for path in (bundle / folder).rglob("*") if path.is_file())
     return tuple(
         File(file.relative_to(bundle).as_posix(), file.stat().st_size, sha256(file))
@@ -387,6 +374,5 @@ def describe_files(bundle: Path, folder: str = ".") -> tuple[File, ...]:
 
 
 def sha256(path: Path) -> str:
-    """Returns a file's SHA-256 as hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,5 +1,3 @@
-"""Writes licence files and a model card beside files that are made from a bundle."""
-
 from __future__ import annotations
 
 import os
@@ -16,8 +14,6 @@ from mesp.source_model.copied_files import copy_files
 
 
 def front_matter(manifest: Manifest, **others: str) -> str:
-    """Returns a model card's YAML front matter, with `others` first. Empty if there are no
-    entries."""
     model = manifest.model
     entries: dict[str, Any] = {**others}
     if model.revision:
@@ -33,11 +29,6 @@ def front_matter(manifest: Manifest, **others: str) -> str:
 
 
 def write_card(manifest: Manifest, folder: Path) -> None:
-    """Writes a README.md with the model's name and licence.
-
-    Writes nothing if a README.md exists, or if the model is not from the Hugging Face Hub and its
-    licence is not known.
-    """
     path, head = folder / "README.md", front_matter(manifest)
     if not head or os.path.lexists(path):
         return
@@ -51,10 +42,6 @@ Made with MeSP. The terms of {manifest.name} apply to it too.
 
 
 def write_terms(bundle: Path, manifest: Manifest, folder: Path) -> None:
-    """Copies a bundle's licence files into `folder`, and writes a model card there.
-
-    Raises what `copy_files` raises, and OSError if the model card cannot be written.
-    """
     copy_files(bundle, filter(is_terms, (file.path for file in manifest.files)), folder)
     write_card(manifest, folder)
 

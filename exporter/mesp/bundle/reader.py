@@ -1,5 +1,3 @@
-"""Reads a bundle: its weights, its block functions and its data."""
-
 from __future__ import annotations
 
 import os
@@ -43,7 +41,6 @@ FUNCTIONS = 64 << 20
 
 
 def block_file(index: int) -> str:
-    """Returns the path of a block's weight file."""
     return f"blocks/{index:02d}.bin"
 
 
@@ -57,8 +54,7 @@ def _check_arrays(found: Layout, expected: Layout) -> None:
 
 
 class Bundle:
-    """A bundle, read from its folder. Weight files are memory-mapped. MLX arrays copy the
-    mapped data."""
+    """A bundle, read from its folder. Weight files are memory-mapped."""
 
     def __init__(self, path: str | os.PathLike[str], formats: tuple[int, ...] = (FORMAT,)):
         self.path = Path(path)
@@ -88,7 +84,6 @@ class Bundle:
             _check_arrays(table.layout, expected[table.file])
 
     def tables(self) -> list[Table]:
-        """Returns the weight files other than the blocks'."""
         return [
             self.manifest.embedding, self.manifest.head, *self.manifest.per_layer.values()
         ]  # fmt: skip
@@ -116,7 +111,6 @@ class Bundle:
                 raise ValueError("an array is not within its file")
 
     def weight_files(self) -> dict[str, Layout]:
-        """Returns the layouts of the weight files, by path."""
         files = {
             block_file(i): group.layout for group in self.manifest.blocks for i in group.layers
         }
@@ -125,11 +119,6 @@ class Bundle:
         return files
 
     def _expected_layouts(self) -> dict[str, Layout]:
-        """Returns the layouts that the weight files must have, up to offsets.
-
-        Raises ValueError or KeyError if the manifest's matrices are not those of the architecture,
-        or if a quantization is unknown.
-        """
         arch, dtype, files = self.architecture, self.manifest.dtype, self.weight_files()
         for group in self.manifest.blocks:
             block = arch.blocks[group.layers[0]]
@@ -153,7 +142,6 @@ class Bundle:
         return files
 
     def function_files(self) -> set[str]:
-        """Returns the paths of the block functions' files."""
         named = [each for group in self.manifest.blocks for each in group.files]
         return {file for functions in named for file in functions.values()}
 
@@ -269,10 +257,8 @@ class Bundle:
         return weights
 
     def config(self) -> dict[str, Any]:
-        """Returns the bundle's config.json.
-
-        Raises MespError if config.json cannot be read, is not in the manifest or describes another
-        model.
+        """Raises MespError if config.json cannot be read, is not in the manifest or describes
+        another model.
         """
         arch = self.architecture
         wanted = {
@@ -312,9 +298,8 @@ class Bundle:
         `packed` its function for packed records.
 
         The function takes (x, lora, scale, weights), the inputs whose shapes `Block.given_shapes`
-        returns and, if `packed`, starts. `mesp.block_function.forward_pass` lists its outputs.
-        Raises MespError if the bundle lacks this function, the installed MLX does not read it, or
-        `check_block_functions` refuses its file. Also raises what `read_bytes` raises.
+        returns and, if `packed`, starts. Raises MespError if the bundle lacks this function, the
+        installed MLX does not read it, or `check_block_functions` refuses its file.
         """
         group = self.group(index)
         if not group.files and self.architecture.blocks[index].mlp.experts:
@@ -421,6 +406,6 @@ class Bundle:
 def load(path: str | os.PathLike[str]) -> Bundle:
     """Opens the bundle at `path`.
 
-    Raises MespError if the bundle is invalid. `Bundle.verify` checks the contents of the files.
+    Raises MespError if the bundle is invalid.
     """
     return Bundle(path)

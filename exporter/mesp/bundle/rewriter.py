@@ -1,5 +1,3 @@
-"""Rewrites an existing bundle with other functions, and the same weights and data."""
-
 from __future__ import annotations
 
 import os
@@ -24,9 +22,8 @@ def rewrite_bundle(
 ) -> Manifest:
     """Writes the bundle `options.out`, which may be `source`, and returns its manifest.
 
-    Functions are traced again. The other files are hard links or, if links are not possible,
-    copies. Raises MespError if the new bundle cannot be written. Then nothing of the new bundle is
-    left, and `source` is unchanged.
+    The other files are hard links or, if links are not possible, copies. Raises MespError if the
+    new bundle cannot be written. Then nothing of the new bundle is left, and `source` is unchanged.
     """
     in_place = options.out.resolve() == source.resolve()
     another = f"mesp-export or mesp data is writing to {source}"
@@ -84,7 +81,6 @@ def check_data(bundle: Bundle, seq_len: int) -> None:
 
 
 def link(file: Path, new: Path) -> None:
-    """Makes a hard link to a file, or copies it if a link is not possible."""
     new.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(file, new)

@@ -1,5 +1,3 @@
-"""Reads a bundle as a source model."""
-
 from __future__ import annotations
 
 import math
@@ -17,8 +15,6 @@ from mesp.source_model.forward_pass import SourceModel
 
 
 class BundleWeights:
-    """A bundle's memory-mapped arrays, read by rows, as a `Weights`."""
-
     is_converted = True  # norms include the family's offset
 
     def __init__(self, bundle: Bundle):
@@ -47,7 +43,6 @@ class BundleWeights:
         return found
 
     def quantizations(self) -> Quantizations:
-        """Returns the quantization of every matrix, from the shapes of its arrays."""
         arch = self.bundle.architecture
         columns = {"lm_head": arch.hidden_size} | arch.embedding_columns
         for i, block in enumerate(arch.blocks):
@@ -61,7 +56,6 @@ class BundleWeights:
         return Quantizations(self.bundle.manifest.quantization, found)
 
     def _place(self, name: str) -> tuple[str, str]:
-        """Returns the file with a tensor, and the tensor's name there."""
         if name.startswith("model.layers."):
             _, _, index, array = name.split(".", 3)
             return block_file(int(index)), array
@@ -76,6 +70,5 @@ class BundleWeights:
 
 
 def to_source_model(bundle: Bundle) -> SourceModel:
-    """Returns a source model with a bundle's weights."""
     weights = BundleWeights(bundle)
     return SourceModel(weights, bundle.architecture, weights.quantizations())

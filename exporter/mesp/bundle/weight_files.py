@@ -1,5 +1,3 @@
-"""The arrays of a bundle's weight files, and how the files are written."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +33,7 @@ PER_LAYER = {
     PER_LAYER_EMBEDDING: "per_layer_embedding.bin",
     PER_LAYER_PROJECTION: "per_layer_projection.bin",
 }
-WeightFiles = dict[str, tuple[Layout, Iterable[Piece]]]  # by path
+WeightFiles = dict[str, tuple[Layout, Iterable[Piece]]]
 
 
 def weight_files(
@@ -47,8 +45,7 @@ def weight_files(
     """Returns the layout of every weight file and, if `weights` are given, its content.
 
     With `moments`, matrices in the affine mode are quantized by least squares, except the per-layer
-    embeddings. In other matrices, each weight becomes the nearest value. Matrices that the source
-    stores quantized keep their codes. The contents must be read in order.
+    embeddings. Matrices that the source stores quantized keep their codes.
     """
     quantizations = options.quantizations
     files: WeightFiles = {}
@@ -75,7 +72,6 @@ def weight_files(
 
 
 def weight_bytes(files: WeightFiles) -> int:
-    """Returns the total size of the weight files in bytes."""
     return sum(layout.words * 4 for layout, _ in files.values())
 
 
@@ -83,7 +79,6 @@ def block_pieces(
     weights: Weights, index: int, layout: Layout, block: Block, quantizations: Quantizations,
     moments: Moments | None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """Yields the arrays of a block's weight file."""
     prefix = f"model.layers.{index}."
     for name in block.norms():
         yield name, 0, read_norm(weights, prefix + name, layout[name].shape, block.arch)
@@ -127,7 +122,6 @@ def table_pieces(
 def per_layer_pieces(
     weights: Weights, name: str, layout: Layout, arch: Architecture, quantizations: Quantizations
 ) -> Iterator[Piece]:
-    """Yields the arrays of a weight file of the per-layer embeddings."""
     yield from matrix_pieces(weights, name, layout, "", quantizations, nearest)
     if "norm" in layout:
         its = "model.per_layer_projection_norm.weight"

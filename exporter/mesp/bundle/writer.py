@@ -1,5 +1,3 @@
-"""Writes a new bundle."""
-
 from __future__ import annotations
 
 import logging
@@ -55,10 +53,7 @@ def write_bundle(
     options: ExportOptions,
     progress: ProgressCallback | None = None,
 ) -> Manifest:
-    """Writes the bundle `options.out` and returns its manifest.
-
-    Raises MespError if the bundle cannot be written. Then nothing of the bundle is left.
-    """
+    """Raises MespError if the bundle cannot be written."""
     check_quantizations(arch, options.quantizations)
     check_lengths(source.config, options.seq_lens)
     total = weight_bytes(weight_files(None, arch, options))
@@ -91,7 +86,6 @@ def write_model(
     folder: Path, source: Source, arch: Architecture, files: WeightFiles, options: ExportOptions,
     progress: Callable[[int], Any],
 ) -> Manifest:  # fmt: skip
-    """Writes functions and weights, and returns the manifest without its data and files."""
     (folder / "blocks").mkdir()
     layouts = {file: layout for file, (layout, _) in files.items()}
     blocks = [layouts[f"blocks/{i:02d}.bin"] for i in range(arch.num_hidden_layers)]
@@ -118,9 +112,7 @@ def write_model(
 def tokenize(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions, tokenizer: Any
 ) -> dict[str, Split]:
-    """Returns the tokenized data by split. Without data, a model with random weights gets random
-    tokens, and any other model gets no splits.
-    """
+    """Returns the tokenized data by split."""
     longest = max(options.seq_lens)
     if options.data is None:
         if isinstance(weights, RandomWeights):
@@ -131,18 +123,13 @@ def tokenize(
             f"{source.name} has no tokenizer here, so --data cannot be used with it; leave out "
             "--data (random weights then get random tokens), or give a folder with a tokenizer."
         )
-    tokenizer = tokenizer or load_tokenizer(source.folder)  # raises an error without a tokenizer
+    tokenizer = tokenizer or load_tokenizer(source.folder)
     return load(options.data, tokenizer, longest, arch.vocab_size, options.data_options)
 
 
 def find_moments(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions
 ) -> Moments | None:
-    """Returns the moments for quantization by least squares.
-
-    Returns None with --quantize nearest, for random weights, and for a model that is already
-    quantized.
-    """
     quantizations = options.quantizations
     comes_quantized = quantizations.config is not None
     if options.quantize == "nearest" or comes_quantized or isinstance(weights, RandomWeights):
@@ -162,8 +149,6 @@ def find_moments(
 def write_config_and_tokenizer(
     source: Source, folder: Path, arch: Architecture, quantizations: Quantizations
 ) -> None:
-    """Writes a config.json for the bundle's weights. Also copies the files that `files_to_copy`
-    chooses, if the source has a folder."""
     family = FAMILIES[arch.model_type]
     config = complete(source.config) | {
         "num_hidden_layers": arch.num_hidden_layers,

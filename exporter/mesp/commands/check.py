@@ -1,5 +1,3 @@
-"""`mesp check`: checks a bundle's files, and training with it on this machine."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -1,5 +1,3 @@
-"""The shared behaviour of all commands: their errors, exit codes, notes and help."""
-
 from __future__ import annotations
 
 import logging
@@ -87,8 +85,6 @@ _METAVARS: dict[type, str] = {
 
 
 class Several(click.ParamType[list[Any]]):
-    """The type of an option with several values, separated by commas."""
-
     name = "list"
 
     def __init__(self, kind: click.ParamType[Any] = click.STRING, comma: str = ",") -> None:
@@ -114,8 +110,6 @@ def several(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns an option that takes several values, separated by commas or given by repeating the
     option.
-
-    The command gets the result of `then(option, values)`.
     """
 
     def flat(_: click.Context, option: click.Parameter, given: tuple[list[Any], ...]) -> Any:
@@ -126,8 +120,6 @@ def several(
 
 
 def pairs(keys: tuple[str, ...]) -> Callable[[click.Option, list[str]], dict[str, str]]:
-    """Returns a function that parses KEY=VALUE texts into a dictionary, with a KEY from `keys`."""
-
     def made(option: click.Option, given: list[str]) -> dict[str, str]:
         found = dict(pair.partition("=")[::2] for pair in given)
         for key, value in found.items():

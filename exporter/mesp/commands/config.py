@@ -1,5 +1,3 @@
-"""`--config FILE`: reads a command's options, by their long names, from a YAML file."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,8 +10,7 @@ from mesp.files import parse_yaml, read_bytes
 
 
 def read_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
-    """Reads the file of an eager `--config`. Options on the command line take precedence over the
-    file.
+    """Reads the file of an eager `--config`.
 
     A key is the name of an option or argument, with `_` or `-`. The value `null` keeps the default.
     Raises MespError if the file cannot be read, is not valid YAML, or has a key or a value that

@@ -1,5 +1,3 @@
-"""`mesp data`: replaces the data in a bundle, or shows it."""
-
 from __future__ import annotations
 
 from pathlib import Path

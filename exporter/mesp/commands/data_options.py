@@ -23,8 +23,6 @@ OPTIONS = (
 
 
 def given_data_options(context: click.Context) -> list[str]:
-    """Returns the data options given on the command line or in --config, with names such as
-    --loss-on."""
     return [
         f"--{name.replace('_', '-')}"
         for name in OPTIONS
@@ -33,8 +31,6 @@ def given_data_options(context: click.Context) -> list[str]:
 
 
 def data_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options for data to a command. The command gets them as `data_options`."""
-
     @click.option(
         "--pack/--no-pack", default=None, show_default="--pack for text, --no-pack otherwise",
         help="Several records a sequence, or one: text is joined into one stream, and prompts with "
@@ -86,9 +82,7 @@ def data_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def data_options_of(options: Mapping[str, Any]) -> DataOptions:
-    """Returns the data options in a command's options. Raises MespError if two options contradict
-    each other.
-    """
+    """Raises MespError if two options contradict each other."""
     loss_on = options["loss_on"]
     if options["mask_prompt"]:
         if loss_on not in (None, "last"):

@@ -1,5 +1,3 @@
-"""`mesp evaluate`: measures a bundle's model, with adapters and without."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -118,8 +116,6 @@ def main(
         cut = f"Prompts that --max-length {found.max_length:,} cut to their end: {found.cut:,}."
         click.echo(cut, err=True)
     console = Console()
-    # In a terminal, the table fits the terminal's width. Elsewhere, 200 columns keep names and
-    # figures from being cut.
     click.echo(format_table(found.rows, console.width if console.is_terminal else 200))
     if out is not None:
         names = dict.fromkeys(row.adapters for row in found.rows)

@@ -1,5 +1,3 @@
-"""`mesp export`: quantizes a model and writes it as a bundle."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -26,7 +24,6 @@ from mesp.source_model.quantization_loss import QuantizationLoss
 
 
 def list_and_exit(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    """Implements --list-models: prints the list and exits."""
     if wanted and not context.resilient_parsing:  # skipped during shell completion
         from mesp.commands.models import show_models
 
@@ -153,7 +150,6 @@ def main(
 
 
 def describe_loss(loss: QuantizationLoss) -> str:
-    """Returns a description of the difference between a bundle's predictions and its source's."""
     before, after = loss.perplexities
     return (
         f"KL to the source {loss.kl.mean():.4f} nats, perplexity {before:.2f} -> {after:.2f}, on "
@@ -162,11 +158,6 @@ def describe_loss(loss: QuantizationLoss) -> str:
 
 
 def tell(out: Path, manifest: Manifest, repo: str | None, gguf: str | None = None) -> None:
-    """Prints a summary of the bundle, and `gguf` if given. If the bundle has training data and a
-    tokenizer, also prints the first training record.
-
-    Uploads the bundle to `repo`, if given.
-    """
     click.echo(summary(out, manifest))
     if gguf is not None:
         click.echo(f"  {'GGUF':10} {gguf}")
@@ -196,7 +187,6 @@ def check_options_of_from(out: Path | None, overwrite: bool) -> None:
 
 
 def summary(out: Path, manifest: Manifest) -> str:
-    """Returns a human-readable summary of an export."""
     arch = manifest.architecture
     size = sum(file.size for file in manifest.files)
     lora = {r: sum(block.lora_size(r) for block in arch.blocks) for r in manifest.ranks}
@@ -220,8 +210,7 @@ def describe_weights(manifest: Manifest) -> str:
     """Returns a description of the main quantization and of differences from it. Routers and
     experts' matrices are not considered.
 
-    If only the head differs, alone or with the embedding, its quantization is described. If other
-    matrices differ, the description only says that some do.
+    If only the head differs, alone or with the embedding, its quantization is described.
     """
     main, arch = manifest.quantization, manifest.architecture
     of_blocks = {

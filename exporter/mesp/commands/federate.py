@@ -1,9 +1,3 @@
-"""`mesp federate`: many people train one bundle's adapters, and their texts stay with them.
-
-The command simulates these people on this machine with Flower, or writes a Flower app for real
-machines.
-"""
-
 from __future__ import annotations
 
 import importlib.util
@@ -105,9 +99,7 @@ def main(
 def prepare_federation(context: click.Context, simulated: bool = True) -> Federation:
     """Returns a federation with the command's options, or the federation to resume.
 
-    Writes the federation's settings. For a new federation, also writes the held-out tokens and, in
-    a simulation, all clients' tokens. Raises MespError if an option, the data or the folder cannot
-    be used.
+    Writes the federation's settings.
     """
     bundle, output, resume = (context.params[name] for name in ("bundle", "output", "resume"))
     own, training = find_given(context, FederationSettings), find_given(context, TrainSettings)
@@ -165,8 +157,8 @@ def read_resumed(
     """Returns the bundle, the federation's settings and the training settings of the federation in
     `output`.
 
-    Given options replace recorded settings. Raises MespError if `output` has no federation's
-    settings, or if a given option would change the results.
+    Raises MespError if `output` has no federation's settings, or if a given option would change the
+    results.
     """
     if output is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")
@@ -191,10 +183,6 @@ def read_resumed(
 def write_tokens(
     federation: Federation, manifest: Manifest, data_options: DataOptions, simulated: bool
 ) -> None:
-    """Writes the held-out tokens and, with `simulated`, the clients' tokens.
-
-    Raises MespError if the data cannot be used or written.
-    """
     options, bundle = federation.options, Path(federation.options["bundle"])
     topics, held_out = read_topics(options["data"], data_options.selection, data_options.hold_out)
     records = {"valid": held_out}

@@ -1,5 +1,3 @@
-"""`--fine-tune-type`, mlx-lm's option with the values lora, dora and full."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,9 +11,6 @@ Command = Callable[..., Any]
 
 
 def fine_tune_type_option(command: Command) -> Command:
-    """Adds --fine-tune-type to a command that can train DoRA. Values other than `lora` and `dora`
-    are refused.
-    """
     return click.option("--fine-tune-type", hidden=True, callback=_check)(command)
 
 

@@ -1,6 +1,3 @@
-"""`mesp fuse`: writes a bundle's model with fused adapters, for mlx-lm, Transformers and
-llama.cpp."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -105,7 +102,6 @@ def main(
         save(folder, model, opened, quantized)
         if gguf_base is not None:
             write_modelfile(folder, FUSED_GGUF, opened)
-        # The fused model is measured in float32, like the other two models.
         model.set_dtype(mx.float32)
         losses.append(measure_with_progress(progress, "fused", model, opened, measured))
     if measured:
@@ -127,7 +123,6 @@ def main(
 def measure_with_progress(
     progress: ProgressCallback, what: str, model: nn.Module, bundle: Bundle, count: int
 ) -> float:
-    """Returns the held-out loss, or NaN if `count` is 0."""
     if not count:
         return float("nan")
     task = Task(progress, f"Held-out loss, {what}", count)
@@ -135,10 +130,6 @@ def measure_with_progress(
 
 
 def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> str:
-    """Returns a description of the matrices' quantization before and after `fuse`.
-
-    `quantized` is the result of `fuse`.
-    """
     had = BundleWeights(bundle).quantizations()
     if not quantized:
         kinds = dict.fromkeys(describe_quantization(had.of(name)) for name in had.others)
@@ -160,7 +151,6 @@ def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> st
 
 
 def describe_losses(base: float, tuned: float, fused: float, bits: str) -> str:
-    """Returns a description of the three losses, with a warning if quantization loses much."""
     lines = [
         f"Held-out loss {decimal(base, 3)}, {decimal(tuned, 3)} with adapters, "
         f"{decimal(fused, 3)} fused (nats a token)."

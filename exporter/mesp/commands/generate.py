@@ -1,5 +1,3 @@
-"""`mesp generate`: continues a prompt with a bundle's model."""
-
 from __future__ import annotations
 
 import signal
@@ -65,8 +63,6 @@ def main(bundle: Path, prompt: str, **options: Any) -> None:
 
 
 def summary(end: dict[str, Any], prompt_tokens: int) -> str:
-    """Returns a summary of an end record in one line."""
-
     def speed(tokens: int, seconds: float) -> str:
         return f"{tokens} tokens, {decimal(tokens / seconds if seconds else None, 1)} tokens/s"
 

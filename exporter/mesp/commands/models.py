@@ -1,5 +1,3 @@
-"""`mesp models`: prints the models that have short names, as a table."""
-
 from __future__ import annotations
 
 import os
@@ -45,7 +43,6 @@ def main() -> None:
 
 
 def show_models() -> None:
-    """Prints the models as a Markdown table, row by row."""
     labels = {
         first: ", ".join([first, *(name.removeprefix(first) for name in others)])
         for first, *others in geometries()

@@ -1,5 +1,3 @@
-"""Shows the progress of an export, a training run or an evaluation on standard error."""
-
 from __future__ import annotations
 
 import time
@@ -25,16 +23,11 @@ from mesp.formatting import decimal, duration, megabytes, printable, quality
 from mesp.progress import Progress, ProgressCallback
 from mesp.runs.log import Speed
 
-# The number of steps over which the displayed loss and speed are averaged.
 SMOOTHING = 10
 
 
 class TrainingProgress:
-    """Shows a run's progress on standard error, as a live bar if standard error is a terminal.
-
-    Elsewhere, prints a line for the first step, then every 10 s, later every 30 s, and for the last
-    step.
-    """
+    """Shows a run's progress on standard error, as a live bar if standard error is a terminal."""
 
     def __init__(self, method: str, steps: int) -> None:
         self.steps = steps
@@ -128,10 +121,8 @@ def _bars(*columns: ProgressColumn) -> Iterator[ProgressCallback]:
 
 
 def export_progress() -> AbstractContextManager[ProgressCallback]:
-    """Returns the progress bars of an export, in bytes."""
     return _bars(DownloadColumn())
 
 
 def evaluation_progress() -> AbstractContextManager[ProgressCallback]:
-    """Returns the progress bars of an evaluation, one for each model."""
     return _bars(MofNCompleteColumn())

@@ -1,5 +1,3 @@
-"""The options for how prompts are encoded, which mesp generate and mesp evaluate share."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,8 +13,6 @@ def read_json(_: click.Context, option: click.Parameter, value: str | None) -> A
 
 
 def prompt_options(chat_default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns a decorator that adds the options. `chat_default` describes --chat's default."""
-
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in (
             click.option(

@@ -1,5 +1,3 @@
-"""`mesp report`: writes a page about runs."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Prints records of a bundle as they are trained on."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -16,8 +14,8 @@ from mesp.data.records import BAD, CHOSEN, GOOD, REJECTED
 from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.formatting import escape
 
-LONGEST = 2000  # characters shown of each record
-OPEN, CLOSE = "⟦", "⟧"  # around the tokens in the loss
+LONGEST = 2000
+OPEN, CLOSE = "⟦", "⟧"
 NAMES = {CHOSEN: "chosen", REJECTED: "rejected", GOOD: "good", BAD: "bad"}
 
 
@@ -25,7 +23,7 @@ def show_records(path: Path, count: int) -> None:
     """Prints the first `count` records of the train split of the bundle at `path`.
 
     The part in the loss is between ⟦ and ⟧, in colour on a terminal. A stream counts as one record,
-    which is cut to its first sequence. The tokens at which generation stops are printed last.
+    which is cut to its first sequence.
     """
     bundle, console = Bundle(path), Console(soft_wrap=True, highlight=False)
     tokenizer = load_bundle_tokenizer(path)
@@ -36,7 +34,6 @@ def show_records(path: Path, count: int) -> None:
 
 
 def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text]:
-    """Yields the first `count` records of the train split, each with a heading."""
     tokens, mask, labels = bundle.tokens("train"), bundle.mask("train"), bundle.labels("train")
     examples, longest = bundle.examples("train"), max(bundle.manifest.seq_lens)
     if examples is None:

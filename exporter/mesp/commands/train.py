@@ -1,5 +1,3 @@
-"""`mesp train`: fine-tunes a bundle with mesp-engine."""
-
 from __future__ import annotations
 
 import logging

@@ -29,14 +29,14 @@ from mesp.errors import MespError
 if TYPE_CHECKING:
     from mesp.data.records import Conversation
 
-# The tags around a thought in an answer. Templates look for the tags, so the tags get no marks.
+# Templates look for the tags, so the tags get no marks.
 TAGS = re.compile(r"(</?think>)")
 # The keys of a message that `_unread` does not check: checked elsewhere, or never content.
 KNOWN = ("role", "content", "weight", CALLS, *REASONING, "tool_call_id", "id", "index")
 # Splits a text into the white space before it, its body, and the white space and flags such as
-# /no_think after it. A template may leave out the flags, which switch reasoning on or off.
+# /no_think after it.
 ENDS = re.compile(r"(?s)(?P<before>\s*)(?P<body>.*?)(?P<after>(?:\s|/no_?think\b|/think\b)*)")
-PROBE = "MeSP"  # text that tests what a template does
+PROBE = "MeSP"
 QUESTION = {"role": "user", "content": PROBE}
 MARK, MARKS = "Mk{:04}yQ", re.compile(r"Mk(\d{4,})yQ")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -44,7 +44,6 @@ MEANT = {
     **dict.fromkeys(("human", "usr", "customer", "person"), "user"),
     **dict.fromkeys(("model", "bot", "gpt", "ai", "chatbot", "chatgpt", "agent"), "assistant"),
 }
-# What to do with a text that a template leaves out, by the message's role.
 REMEDIES = {
     "developer": "write it as a system message or at the beginning of the user's.",
     "system": "write it at the beginning of the user's message.",
@@ -65,12 +64,6 @@ class Text(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The number of a text, its mark's bounds in the marked rendering, and its bounds in the
-    rendering.
-
-    A `start` is inclusive, and a `stop` is exclusive.
-    """
-
     text: int
     marked_start: int
     marked_stop: int
@@ -88,9 +81,7 @@ def apply_template(tokenizer: Any, messages: list[Message], **arguments: Any) ->
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """A conversation with marks in place of its texts. `arguments` are the template's, and `owners`
-    has the index of the message of each mark.
-    """
+    """A conversation with marks in place of its texts."""
 
     tokenizer: Any
     messages: list[Message]
@@ -99,12 +90,10 @@ class Form:
 
     @cached_property
     def marked(self) -> str:
-        """The rendered conversation."""
         return self.apply(self.messages)
 
     @cached_property
     def with_text(self) -> bool:
-        """Whether the template needs tool calls' arguments as a JSON string, not as objects."""
         try:
             if any(CALLS in message for message in self.messages):
                 apply_template(self.tokenizer, template_messages(self.messages), **self.arguments)
@@ -118,9 +107,6 @@ class Form:
         asks: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns `messages` rendered, with the `arguments` or, by default, the form's. With
-        `asks`, the generation prompt follows.
-        """
         given = self.arguments if arguments is None else arguments
         taken = template_messages(messages, self.with_text)
         return apply_template(self.tokenizer, taken, add_generation_prompt=asks, **given)
@@ -141,11 +127,9 @@ class Form:
             return self.apply([*messages[:first], QUESTION, *messages[first:]], asks)
 
     def render_question(self, asks: bool) -> str:
-        """Returns a question rendered alone. With `asks`, the generation prompt follows."""
         return self.apply([QUESTION], asks)
 
     def marks_of(self, message: int) -> list[re.Match[str]]:
-        """Returns the marks of a message, in the order of the rendering."""
         marks = MARKS.finditer(self.marked)
         return [mark for mark in marks if self.owners[int(mark[1])] == message]
 
@@ -191,7 +175,6 @@ class Form:
         return unread
 
     def _is_same(self, messages: list[Message], arguments: Mapping[str, Any] | None = None) -> bool:
-        """Returns whether the rendering with marks stays the same with other inputs."""
         return self.apply(messages, arguments=arguments) == self.marked
 
 
@@ -217,7 +200,6 @@ class Rendering:
 
     @cached_property
     def text(self) -> str:
-        """The rendered conversation."""
         return self.render(self.conversation.messages)
 
     @property
@@ -226,7 +208,6 @@ class Rendering:
         return self._marks[1]
 
     def render(self, messages: list[Message], asks: bool = False) -> str:
-        """Returns the rendered messages. With `asks`, the generation prompt follows."""
         return self.form.apply(messages, asks, self._arguments)
 
     @property
@@ -235,7 +216,6 @@ class Rendering:
 
     @cached_property
     def form(self) -> Form:
-        """The conversation with marks. Conversations often have the same form."""
         messages, texts = self._marks
         inputs = json.dumps([messages, self._arguments, [t.message for t in texts]], default=str)
         return _form(self.tokenizer, str(self.tokenizer.chat_template), inputs)
@@ -259,9 +239,8 @@ class Rendering:
         """Returns notes, and the names of the messages' keys that nothing reads.
 
         A template may leave out the reasoning of answers before the last question, and of answers
-        that are not in `Conversation.answers`. The notes name such omissions. Raises MespError if
-        the template leaves out another text, a tool, a value in a tool call, or an option for the
-        template.
+        that are not in `Conversation.answers`. Raises MespError if the template leaves out another
+        text, a tool, a value in a tool call, or an option for the template.
         """
         seen = {int(number) for number in MARKS.findall(self.form.marked)}
         messages, notes = self.conversation.messages, []
@@ -282,7 +261,6 @@ class Rendering:
                 f"the chat template leaves out the {kind} of message {index + 1}, of the role "
                 f"{role} ({_short(text)}): {remedy}"
             )
-        # The name of a tool that is called is read in the call.
         called = {each.text for each in self.texts if each.kind == "tool call"}
         names = {str(m["name"]) for m in messages if not is_empty(m.get("name"))}
         return notes, [k for k in self.form.unread if k != "name" or not names <= called]
@@ -296,10 +274,6 @@ class Rendering:
         return self._places(self.form.marked, self.text)
 
     def _places(self, marked: str, text: str) -> list[Place]:
-        """Returns the places of the texts in `text`.
-
-        Raises MespError unless `text` is `marked` with texts in place of marks.
-        """
         first, *others = MARKS.split(marked)
         found, at = [], len(first)
         for mark, following in zip(MARKS.finditer(marked), others[1::2], strict=True):
@@ -320,9 +294,8 @@ class Rendering:
     def written(self, marked: str, text: str) -> list[tuple[int, int]]:
         """Returns the bounds of the special tokens in the conversation's texts.
 
-        Without `split_special`, the result is empty. `text` is a rendering, and `marked` is the
-        same rendering with marks. Raises MespError if a special token in a text cannot be told from
-        the template's, or if the conversation has a special token outside of its texts.
+        Raises MespError if a special token in a text cannot be told from the template's, or if the
+        conversation has a special token outside of its texts.
         """
         if not self.split_special:
             return []
@@ -350,7 +323,6 @@ class Rendering:
 
     @property
     def _beside_texts(self) -> str:
-        """A record as JSON, without its texts, roles and thought tags."""
         messages = [
             {k: v for k, v in m.items() if k != "role"} for m in template_messages(self._marks[0])
         ]
@@ -358,18 +330,16 @@ class Rendering:
         return TAGS.sub("", json.dumps(beside, ensure_ascii=False, default=str))
 
     def places_of(self, message: int) -> list[Place]:
-        """Returns the places of a message's texts."""
         return [place for place in self.places if self.texts[place.text].message == message]
 
     def places_in(self, start: int, stop: int) -> list[Place]:
-        """Returns the places of texts that share characters with [start, stop) in the rendering."""
         return [place for place in self.places if place.start < stop and place.stop > start]
 
     @property
     def generated(self) -> list[tuple[int, int]] | None:
         """The bounds of the characters within the template's `{% generation %}` blocks.
 
-        Adjacent bounds of one answer are joined. None if the template has no such blocks.
+        None if the template has no such blocks.
         """
         template = self.tokenizer.chat_template
         if not (isinstance(template, str) and re.search(r"{%-?\s*generation\s*-?%}", template)):
@@ -383,7 +353,7 @@ class Rendering:
             **{**self.tokenizer.special_tokens_map, **self._arguments},
         )
         found: list[tuple[int, int]] = []
-        said: set[int] = set()  # the messages whose texts are within the last bounds
+        said: set[int] = set()
         for start, stop in marked:
             inside = {self.texts[place.text].message for place in self.places_in(start, stop)}
             if found and found[-1][1] == start and (not said or not inside or said == inside):
@@ -393,16 +363,11 @@ class Rendering:
         return found
 
     def to_rendered(self, position: int) -> int:
-        """Returns the position in the rendering for a `position` in the marked rendering.
-
-        The position must be outside of marks.
-        """
         before = [p.stop - p.marked_stop for p in self.places if p.marked_stop <= position]
         return position + (before[-1] if before else 0)
 
 
 def without_tags(message: Message) -> str:
-    """Returns a message's content, an answer's without the tags around a thought."""
     content = message["content"]
     return TAGS.sub("", content) if message["role"] == "assistant" else content
 

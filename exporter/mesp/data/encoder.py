@@ -1,5 +1,3 @@
-"""How records are encoded."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -10,7 +8,7 @@ from mesp.data.loss_mask import Encoded
 from mesp.data.special_tokens import special_pattern
 
 SPLIT = "--split-special-tokens"
-LOSS_ON = ("answers", "last", "all")  # the values of --loss-on
+LOSS_ON = ("answers", "last", "all")
 
 
 @dataclass(frozen=True)

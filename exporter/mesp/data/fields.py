@@ -1,5 +1,3 @@
-"""The columns of a record: those that a kind reads, and those that are left."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -9,7 +7,6 @@ from typing import Any
 from mesp.errors import MespError
 
 OPTIONS = "chat_template_kwargs"  # TRL's key for chat template options
-# The keys of a record that --columns can name columns for.
 KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
 # Names of columns and keys, in lower case and with _ for -, that no public data set uses for what a
 # model reads or writes.
@@ -17,14 +14,13 @@ NEVER_CONTENT = (*(files("mesp.data") / "never_content.txt").read_text("utf-8").
 
 
 def is_empty(value: Any) -> bool:
-    """Returns whether a value says nothing: null, or an empty text, list or object."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def refuse_unread(places: Iterable[tuple[str, Iterable[str]]]) -> None:
     """Raises MespError if a record has columns or keys that nothing reads and that may be content.
 
-    `places` has each record's place, and the names. The message has the names of all records.
+    `places` has each record's place, and the names.
     """
     found: dict[str, list[str]] = {}
     for where, unread in places:
@@ -47,8 +43,7 @@ def refuse_unread(places: Iterable[tuple[str, Iterable[str]]]) -> None:
 class Fields:
     """A record's columns, under the keys that --columns gives them. A kind takes what it reads.
 
-    Null counts as absent. `unread` collects the names of the message's keys that nothing reads.
-    Raises MespError if one of `columns` is not there.
+    Null counts as absent. Raises MespError if one of `columns` is not there.
     """
 
     def __init__(
@@ -73,20 +68,17 @@ class Fields:
         self.unread: list[str] = []
 
     def has(self, *keys: str) -> bool:
-        """Returns whether each of the columns has a value."""
         return all(self.values.get(key) is not None for key in keys)
 
     def take(self, key: str) -> Any:
-        """Returns and removes a column's value, or None."""
         return self.values.pop(key, None)
 
     def take_text(self, key: str) -> str:
-        """Returns and removes a column's text. Raises MespError if it is not a string."""
+        """Raises MespError if it is not a string."""
         value = self.take(key)
         if not isinstance(value, str):
             raise MespError(f'{self.where} has a "{key}" that is not a string: write it as one.')
         return value
 
     def left(self) -> tuple[str, ...]:
-        """Returns the names of what has a value and was not taken."""
         return (*(key for key, value in self.values.items() if not is_empty(value)), *self.unread)

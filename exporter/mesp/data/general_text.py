@@ -1,5 +1,3 @@
-"""A text unrelated to the training data: the rise of its perplexity measures forgetting."""
-
 from __future__ import annotations
 
 from importlib.resources import files

@@ -1,5 +1,3 @@
-"""Reads datasets whose splits the `datasets` library finds."""
-
 from __future__ import annotations
 
 import glob
@@ -19,14 +17,12 @@ from mesp.errors import MespError
 from mesp.files import read_object, root_of
 from mesp.hub_download import download
 
-# Files of a folder that `save_to_disk` wrote: of a dataset, or of its splits in subfolders.
 SAVED = ("state.json", "dataset_dict.json")
 # The keys of a dataset's configuration that do not say how its files are read.
 OF_FILES = ("name", "version", "data_dir", "data_files", "description")
 
 
 def is_saved(path: Path) -> bool:
-    """Returns whether a folder is one that the library's `save_to_disk` wrote."""
     return any((path / name).is_file() for name in SAVED)
 
 
@@ -78,8 +74,6 @@ def read_dataset(
 
 
 def refuse_scripts(datasets: ModuleType) -> None:
-    """Raises MespError for versions of the library below 4, which can run Python scripts of a
-    dataset."""
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise MespError(
             f"The datasets library is {datasets.__version__}, which runs scripts that come with a "
@@ -116,10 +110,7 @@ def _find_files(
 
 
 def _saved(datasets: ModuleType, data: str) -> dict[str, Callable[[], Iterator[Row]]]:
-    """Returns the readers of a folder that `save_to_disk` wrote, by split.
-
-    Raises MespError if it names a file outside of it.
-    """
+    """Raises MespError if it names a file outside of it."""
     folder = Path(data)
     for state in (*folder.glob("state.json"), *folder.glob("*/state.json")):
         for file in read_object(state)["_data_files"]:
@@ -151,8 +142,7 @@ def _read(data: str, files: Sequence[tuple[str, str | None]]) -> Iterator[Row]:
 def _within(data: str, builder: Any, file: str) -> tuple[str, str | None]:
     """Returns a file's name within its dataset and, on the Hub, the revision.
 
-    Raises MespError if the file is outside of the dataset. A dataset's README.md may name any file
-    of this machine.
+    A dataset's README.md may name any file of this machine.
     """
     folder = Path(data)
     if folder.is_dir():
@@ -169,7 +159,7 @@ def _within(data: str, builder: Any, file: str) -> tuple[str, str | None]:
 def _refuse_ways_of_reading(data: str, config: Any, names: Iterable[str]) -> None:
     """Raises MespError if a dataset's README.md sets options for reading its files.
 
-    MeSP's readers ignore such options. Only a tab as the separator of .tsv files is accepted.
+    MeSP's readers ignore such options.
     """
     usual = type(config)()
     ways = [

@@ -1,9 +1,3 @@
-"""Loads data as splits of token ids.
-
-A record goes one way: from a source it is read as one of the kinds of `mesp.data.records`,
-rendered, encoded with the mask of the loss, and put into a split.
-"""
-
 from __future__ import annotations
 
 import itertools
@@ -37,7 +31,7 @@ from mesp.errors import MespError
 
 log = logging.getLogger(__name__)
 
-Records = dict[str, list[AnyRecord]]  # by split
+Records = dict[str, list[AnyRecord]]
 
 
 @dataclass(frozen=True)
@@ -68,15 +62,11 @@ class DataOptions:
 
     @property
     def encoding(self) -> dict[str, Any]:
-        """The options that change the encoding of texts: `chat` if it is False,
-        `split_special_tokens` if it is True, and `chat_template_kwargs` if there are any.
-        """
         found: dict[str, Any] = {"chat": False} if self.chat is False else {}
         found |= {"split_special_tokens": True} if self.split_special_tokens else {}
         return found | ({OPTIONS: self.chat_template_kwargs} if self.chat_template_kwargs else {})
 
     def encoded_as(self, encoding: Mapping[str, Any]) -> DataOptions:
-        """Returns the options with a bundle's `encoding` where they have none."""
         chat = {} if self.chat is None else {"chat": self.chat}
         return replace(self, **{**encoding, **chat, **self.encoding})
 
@@ -101,11 +91,6 @@ def load(
 def load_additional(
     data: str, tokenizer: Any, seq_len: int, vocab_size: int, encoding: Mapping[str, Any]
 ) -> Split:
-    """Returns the train split of additional data, with nothing held out.
-
-    The data is encoded with the bundle's `encoding` (see `DataOptions.encoding`), but messages
-    always go through the chat template. Raises MespError as `load` does.
-    """
     records = read_data(data, Selection())
     options = DataOptions(hold_out=0).encoded_as(encoding)
     if any(isinstance(each, Conversation) and not each.texts for each in records["train"]):
@@ -121,10 +106,6 @@ def tokenize(
     vocab_size: int,
     options: DataOptions,
 ) -> dict[str, Split]:
-    """Returns the tokenized splits of `records`, as `load` does.
-
-    If one split is called ``valid``, the others may have any names.
-    """
     kind = kind_of(itertools.chain(*records.values()))
     pack = kind is Text if options.pack is None else options.pack
     loss_on = options.loss_on or ("all" if kind is Text else "answers")
@@ -171,7 +152,6 @@ def tokenize(
 
 
 def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the tokens at which a model that was trained on `split` stops generating."""
     ends = end_tokens(tokenizer)
     if split.examples is not None:
         special = special_tokens(tokenizer)
@@ -186,10 +166,7 @@ def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
 
 
 def leave_out(data: str, records: Records, loss_on: str) -> Records:
-    """Returns the records that have something to train.
-
-    Raises MespError if no record of a split is left.
-    """
+    """Raises MespError if no record of a split is left."""
     marked = {k: [r for r in those if not r.is_left_out] for k, those in records.items()}
     kept = {k: [r for r in those if has_answer(r, loss_on)] for k, those in marked.items()}
     for split in records:
@@ -208,7 +185,6 @@ def leave_out(data: str, records: Records, loss_on: str) -> Records:
 
 
 def has_answer(record: AnyRecord, loss_on: str) -> bool:
-    """Returns whether a part of the record is in the loss. With ``all``, everything is."""
     is_chat = isinstance(record, Conversation) and record.texts is None and loss_on != "all"
     return not is_chat or bool(record.trained(loss_on))
 
@@ -216,9 +192,6 @@ def has_answer(record: AnyRecord, loss_on: str) -> bool:
 def encode_all(data: str, records: Records, encoder: Encoder) -> dict[str, list[Encoded]]:
     """Returns the encoded records of each split. In preference data, each answer is encoded
     separately.
-
-    Raises MespError if a record cannot be used. The message names the first such record and counts
-    the others.
     """
     encoded: dict[str, list[Encoded]] = {split: [] for split in records}
     refused: list[MespError] = []
@@ -238,7 +211,6 @@ def encode_all(data: str, records: Records, encoder: Encoder) -> dict[str, list[
 
 
 def make_random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Split]:
-    """Returns streams of random ids, 64 windows each, to time training without a text."""
     generator = np.random.default_rng(seed)
     tokens = 64 * seq_len + 1
     return {

@@ -1,5 +1,3 @@
-"""Encodes a conversation with the chat template, and finds the tokens of its answers."""
-
 from __future__ import annotations
 
 import re
@@ -52,9 +50,7 @@ def encode_conversation(rendering: Rendering, loss_on: str) -> Encoded:
     """Returns an encoded conversation. `loss_on` names the part in the loss: ``answers``, ``last``
     (the last message, if it is an answer) or ``all``.
 
-    An answer includes its end token. Some templates mark answers by `{% generation %}`. With other
-    templates, the conversation is rendered up to each answer to find the answer. If the template
-    ends the model's turn without an end token, the tokenizer's end token is added.
+    With other templates, the conversation is rendered up to each answer to find the answer.
 
     Raises MespError if the conversation cannot be trained on, for example because an answer is
     empty or contains an end token.
@@ -93,14 +89,13 @@ def encode_conversation(rendering: Rendering, loss_on: str) -> Encoded:
 
 
 def empty_answer(index: int) -> MespError:
-    """Returns the error for an answer that is to be trained and has neither text nor calls."""
     return MespError(
         f"message {index + 1} is an empty answer: leave it out, or give it the weight 0."
     )
 
 
 def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> list[int]:
-    """Returns the ids of the first `count` messages. With `asks`, the generation prompt follows.
+    """Returns the ids of the first `count` messages.
 
     Raises MespError if special tokens in texts cannot be told from the template's.
     """
@@ -114,9 +109,6 @@ def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> lis
 def _tokens(rendering: Rendering, text: str, written: Bounds, marked: str) -> dict[str, Any]:
     """Returns the ids of a rendering and their bounds. Special tokens within `written` are encoded
     as ordinary text.
-
-    With `split_special`, raises MespError unless the result has the same special tokens as
-    `marked`.
     """
     encoded = tokens(rendering.tokenizer, text, written)
     if rendering.split_special:
@@ -132,9 +124,6 @@ def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> Non
             "conversation in the chat template: take records of messages and --loss-on answers, "
             "or leave it out."
         )
-
-
-# Finding where answers are
 
 
 def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> dict[int, Span]:
@@ -172,9 +161,6 @@ def _not_found(index: int) -> MespError:
 def _bounds(form: Form, index: int) -> tuple[int, int, str]:
     """Returns the bounds of the answer in message `index` in the rendering with marks, and a note
     for the user, which may be empty.
-
-    The rendering is compared with a rendering of the messages before the answer, followed by the
-    generation prompt.
     """
     marked, first = form.marked, form.marks_of(index)[0].start()
     is_last = index == len(form.messages) - 1
@@ -217,13 +203,9 @@ def _bounds(form: Form, index: int) -> tuple[int, int, str]:
 
 
 def _asked(form: Form, index: int) -> str:
-    """Returns the marked messages before `index`, rendered with the generation prompt.
-
-    Returns an empty string for the first message, or if the template fails.
-    """
     try:
         return form.render(index, asks=True) if index else ""
-    except Exception:  # a template can raise anything
+    except Exception:
         return ""
 
 
@@ -234,7 +216,6 @@ def _stop(form: Form, index: int) -> int:
 
 
 def alike(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Returns the length of the common beginning of two sequences."""
     return sum(1 for _ in takewhile(bool, map(eq, a, b)))
 
 
@@ -242,8 +223,7 @@ def _last_mark(form: Form, beginning: str) -> tuple[int, int]:
     """Finds the last text that is in both the full rendering and `beginning`, a rendering of the
     first messages.
 
-    Returns the text's end in the full rendering, and its end in `beginning`. Both are 0 if the
-    renderings share no text.
+    Returns the text's end in the full rendering, and its end in `beginning`.
     """
     for found in reversed(list(MARKS.finditer(beginning))):
         # A template may repeat a text, such as a tool's name. So occurrences of a mark are counted.
@@ -255,9 +235,6 @@ def _last_mark(form: Form, beginning: str) -> tuple[int, int]:
 
 
 def _agreed(tokenizer: Any, a: str, b: str) -> int:
-    """Returns the number of characters in two texts' common beginning. Unless one text begins with
-    the other, the common beginning is cut to whole tokens.
-    """
     longest = min(len(a), len(b))
     if a[:longest] == b[:longest]:
         return longest
@@ -266,17 +243,10 @@ def _agreed(tokenizer: Any, a: str, b: str) -> int:
     return int(one["offset_mapping"][same - 1][1]) if same else 0
 
 
-# Finding where answers end
-
-
 def _with_ends(
     rendering: Rendering, spans: dict[int, Span], written: Bounds, notes: list[str]
 ) -> tuple[str, dict[int, Span], Bounds, str]:
-    """Returns the rendering with an end token after each answer that ends the model's turn.
-
-    Also returns the places of the answers and of `written` in the new rendering, and the added
-    text.
-    """
+    """Returns the rendering with an end token after each answer that ends the model's turn."""
     tokenizer, text = rendering.tokenizer, rendering.text
     is_end = _end_patterns(tokenizer, str(tokenizer.chat_template), *end_tokens(tokenizer))
     pieces, ended, at, shift = [], {}, 0, 0
@@ -313,9 +283,6 @@ def _with_ends(
 def _end_patterns(
     tokenizer: Any, template: str, *ends: int
 ) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Returns a pattern for a text that ends with an end token, and one for a text that begins with
-    it. White space may follow or precede the token.
-    """
     followed = _template_ends(tokenizer, template)[1]
     written = {tokenizer.decode([id]) for id in {*ends, *followed}}
     token = "|".join(map(re.escape, sorted(filter(str.strip, written), key=len, reverse=True)))
@@ -324,9 +291,6 @@ def _end_patterns(
 
 @lru_cache(maxsize=4096)
 def _goes_on(form: Form, index: int) -> bool:
-    """Returns whether the model's turn goes on after the answer in message `index`: the template
-    writes no header before the next answer, or after the results of tools.
-    """
     messages = form.messages
     results = [*takewhile(lambda m: m["role"] in ("tool", "function"), messages[index + 1 :])]
     count = index + 1 + len(results)
@@ -352,16 +316,12 @@ def _goes_on(form: Form, index: int) -> bool:
 
 
 def end_tokens(tokenizer: Any) -> set[int]:
-    """Returns the tokenizer's end tokens and the tokens that end an answer in the chat template."""
     last, _ = _template_ends(tokenizer, str(tokenizer.chat_template))
     return {*tokenizer.eos_token_ids, *last}
 
 
 @lru_cache(maxsize=4)
 def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]]:
-    """Returns the special tokens that end an answer in the chat template: an answer that is the
-    last message, and an answer before a question.
-    """
     turns = [
         {"role": role, "content": MARK.format(number)}
         for number, role in enumerate(("user", "assistant", "user"))
@@ -370,7 +330,7 @@ def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]
     try:
         asked = _tail(tokenizer, turns[:2], 0)
         last, followed = (_tail(tokenizer, turns[:count], 1) for count in (2, 3))
-    except Exception:  # a template can raise anything
+    except Exception:
         return [], []
     ends, shared, others, after_question = (
         [token for token in ids if token in special]
@@ -383,9 +343,6 @@ def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]
 
 
 def _tail(tokenizer: Any, turns: list[dict[str, str]], number: int) -> list[int]:
-    """Returns the ids of the template's text after message `number`, up to the next message or the
-    end.
-    """
     text = apply_template(tokenizer, turns)
     _, _, after = text.partition(turns[number]["content"])
     return list(tokenizer.encode(MARKS.split(after)[0], add_special_tokens=False))

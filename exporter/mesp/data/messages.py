@@ -1,9 +1,4 @@
-"""Converts a record's messages to the form that chat templates take.
-
-`content` is a string, the `arguments` of a tool call are an object, and `weight` is 0 for an answer
-that is not trained. Other keys are kept, so that a later check can tell whether the chat template
-uses them.
-"""
+"""Other keys are kept, so that a later check can tell whether the chat template uses them."""
 
 from __future__ import annotations
 
@@ -17,18 +12,16 @@ from mesp.files import parse_json
 Message = dict[str, Any]
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-# The keys of a part of content. The last four hold no text.
+# The keys of a part of content.
 PART_KEYS = ("type", "text", "id", "index", "annotations", "cache_control")
-# Fields that say whether an answer or a record is trained, and the value that means yes. For
-# example, Mistral and OpenAI have `weight`, Axolotl has `train` and `training`, ms-swift has
+# For example, Mistral and OpenAI have `weight`, Axolotl has `train` and `training`, ms-swift has
 # `loss`, and torchtune has `masked`.
 WEIGHTS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
 TRUTHS = {"0": 0, "1": 1, "true": True, "false": False, "": None}
 CALLS = "tool_calls"
 CALL_KEYS = ("id", "type", "index", "function")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of an answer's reasoning
-# Names that a record's options must not have. They are arguments of transformers'
-# `apply_chat_template`, or other variables of the template.
+# Names that a record's options must not have.
 FIXED_OPTIONS = (
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",
@@ -38,9 +31,7 @@ FIXED_OPTIONS = (
 
 
 def read_messages(fields: Fields, key: str) -> list[Message]:
-    """Takes the messages in the column `key`, without the ignored keys.
-
-    Raises MespError if a message cannot be used, for example because it has no role, or content
+    """Raises MespError if a message cannot be used, for example because it has no role, or content
     that is not text.
     """
     messages = fields.take(key)
@@ -125,17 +116,12 @@ def _text(fields: Fields, where: str, content: Any) -> str:
 
 
 def _taken(fields: Fields, entries: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the entries that are not ignored. Those that are not `known` are unread."""
     taken = {k: v for k, v in entries.items() if k in known or k not in fields.ignored}
     fields.unread += [k for k, v in taken.items() if k not in known and not is_empty(v)]
     return taken
 
 
 def _calls(fields: Fields, where: str, calls: Any) -> list[dict[str, Any]]:
-    """Returns tool calls in transformers' form.
-
-    The given calls may lack ``function``, and may have arguments as JSON in a string.
-    """
     if not isinstance(calls, list):
         raise MespError(f'{where} with "{CALLS}" that is not a list.')
     found = []
@@ -161,10 +147,6 @@ def _calls(fields: Fields, where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _parsed(value: Any, empty: str, fault: str, strict: bool = False) -> Any:
-    """Returns a value, or the value of a JSON text. An empty text counts as the text `empty`.
-
-    Raises MespError with the message `fault` if the text is not valid JSON.
-    """
     try:
         return parse_json(value or empty, strict) if isinstance(value, str) else value
     except ValueError as error:
@@ -193,10 +175,6 @@ def read_template_inputs(fields: Fields) -> dict[str, Any]:
 
 
 def check_options(where: str, options: Any) -> dict[str, Any]:
-    """Returns options for the chat template; `where` begins the messages of errors.
-
-    Raises MespError if they are no object, or have a name of `FIXED_OPTIONS`.
-    """
     options = {} if options is None else options
     if not isinstance(options, dict):
         raise MespError(f"{where} that are not an object: write one.")
@@ -207,15 +185,11 @@ def check_options(where: str, options: Any) -> dict[str, Any]:
 
 
 def read_weight(where: str, entries: dict[str, Any]) -> int | None:
-    """Removes from `entries` the fields that say whether a message or a record is trained.
-
-    Returns 1 if it is trained, 0 if not, and None if no such field has a value. Raises MespError,
-    whose message begins with `where`, for a value that means neither yes nor no.
-    """
+    """Returns 1 if it is trained, 0 if not, and None if no such field has a value."""
     weights = []
     for key in [key for key in WEIGHTS if key in entries]:
         value = as_truth(entries.pop(key))
-        if value not in (None, 0, 1):  # True equals 1
+        if value not in (None, 0, 1):
             raise MespError(
                 f'{where} "{key}" {json.dumps(value):.40}, which is neither 0 nor 1: write 1 '
                 f"to train it and 0 not to, or leave the field out with --ignore {key}."
@@ -226,7 +200,4 @@ def read_weight(where: str, entries: dict[str, Any]) -> int | None:
 
 
 def as_truth(value: Any) -> Any:
-    """Returns the number or boolean that a table's cell stands for (0, 1, true or false), None for
-    an empty cell, or the unchanged value.
-    """
     return TRUTHS.get(value.lower(), value) if isinstance(value, str) else value

@@ -1,5 +1,3 @@
-"""Encodes texts without a chat template: a text, a prompt, or a prompt joined with its answer."""
-
 from __future__ import annotations
 
 import re
@@ -14,7 +12,7 @@ from mesp.data.loss_mask import Encoded, alike, empty_answer, end_tokens
 from mesp.data.special_tokens import encode_split, piece
 from mesp.errors import MespError
 
-PIECE = 1 << 14  # a text is cut at a start of a line after this many characters
+PIECE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,7 @@ def _normal(text: str) -> str:
 def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False) -> list[int]:
     """Returns the ids of a text to be continued.
 
-    The begin token is added if the tokenizer uses one and the text lacks it. No end token is added.
-    With `split_special`, special tokens in the text are encoded as ordinary text.
+    The begin token is added if the tokenizer uses one and the text lacks it.
     """
     begins = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
     if split_special:
@@ -81,10 +78,9 @@ def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False
 
 
 def encode_text(tokenizer: Any, text: str, is_file: bool, split_special: bool) -> list[int]:
-    """Returns the ids of a text, as mlx-lm's TextDataset does. An empty text is accepted.
+    """Returns the ids of a text, as mlx-lm's TextDataset does.
 
-    The text of a file is encoded in pieces. Begin and end tokens in the text are not repeated,
-    unless `split_special` makes them ordinary text.
+    The text of a file is encoded in pieces.
     """
     if is_file:
         begin = begin_of_text(tokenizer)
@@ -110,7 +106,6 @@ def _has_end(tokenizer: Any, text: str) -> bool:
 
 
 def begin_of_text(tokenizer: Any) -> int | None:
-    """Returns the token that the tokenizer puts before a text; None if there is no such token."""
     begin = tokenizer.bos_token_id
     return begin if begin is not None and tokenizer.encode("")[:1] == [begin] else None
 

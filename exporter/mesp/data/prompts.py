@@ -1,5 +1,3 @@
-"""Encodes prompts for generation, by default as the bundle's training data."""
-
 from __future__ import annotations
 
 import json
@@ -19,11 +17,6 @@ log = logging.getLogger(__name__)
 
 
 def as_trained(encoding: Mapping[str, Any], is_trained: bool, **given: Any) -> dict[str, Any]:
-    """Returns `given`, with a bundle's `encoding` for what is None.
-
-    Logs the given options that differ from the encoding, if the bundle has data (`is_trained`).
-    Raises MespError for options that the chat template cannot have.
-    """
     check_options("--chat-template-kwargs has options", given.get(OPTIONS))
     asked = {key: value for key, value in given.items() if value is not None}
     trained = {OPTIONS: {}, **encoding}
@@ -46,10 +39,9 @@ def encode_prompt(
 ) -> list[int]:
     """Returns the token ids of `prompt`, for generation.
 
-    With `chat`, the prompt becomes a user's message in the chat template. A `system` message comes
-    first, if given. If `chat` is None, the template is used if there is one. With `split_special`,
-    special tokens in `prompt` and `system` are encoded as ordinary text. `options` are arguments of
-    the template.
+    With `chat`, the prompt becomes a user's message in the chat template. If `chat` is None, the
+    template is used if there is one. With `split_special`, special tokens in `prompt` and `system`
+    are encoded as ordinary text.
     """
     try:
         prompt.encode()
@@ -80,18 +72,12 @@ def encode_prompt(
 def encode_in_template(
     tokenizer: Any, conversation: Conversation, split_special: bool = False
 ) -> list[int]:
-    """Returns the token ids of a conversation in the chat template, with the generation prompt.
-
-    `split_special` is as in `encode_prompt`. Raises MespError as `render_checked` does.
-    """
     rendering = render_checked(tokenizer, conversation, split_special)
     return rendered_tokens(rendering, len(conversation.messages), asks=True)
 
 
 def render_checked(tokenizer: Any, conversation: Conversation, split_special: bool) -> Rendering:
-    """Returns a conversation rendered with the chat template.
-
-    Raises MespError if there is no template, if the template refuses the conversation, or if
+    """Raises MespError if there is no template, if the template refuses the conversation, or if
     `Rendering.check` finds that it leaves something out.
     """
     if not tokenizer.has_chat_template:

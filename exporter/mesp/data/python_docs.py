@@ -1,19 +1,17 @@
-"""The data named `python-docs` and `python-docs-pairs`, which needs no download."""
-
 from __future__ import annotations
 
 import re
 
 from mesp.data.records import Conversation, Pair, Text
 
-HELD_OUT = 10  # one section in ten is held out
+HELD_OUT = 10
 
 
 def python_docs() -> dict[str, list[Text]]:
     """Returns the prose of Python's language reference, which comes with Python (`help("topics")`).
 
     Code and grammar are left out, and lines are joined. Topics repeat passages, so each passage is
-    kept once. No two splits share a passage. One section in `HELD_OUT` is held out.
+    kept once. One section in `HELD_OUT` is held out.
     """
     from pydoc_data.topics import topics
 
@@ -39,11 +37,7 @@ PROMPT_WORDS, ANSWER_WORDS = 8, 12
 
 
 def python_docs_pairs() -> dict[str, list[Pair]]:
-    """Returns pairs of answers made from `python_docs`.
-
-    A prompt is the beginning of a paragraph, the chosen answer its continuation, and the rejected
-    answer the same words in reverse order.
-    """
+    """Returns pairs of answers made from `python_docs`."""
     return {split: _pairs(documents) for split, documents in python_docs().items()}
 
 

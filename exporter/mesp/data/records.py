@@ -1,6 +1,4 @@
-"""The kinds of records, a class each. `read` takes a record's columns, `render` puts it into the
-chat template or joins its texts, and `mask` gives its token ids and the tokens in the loss.
-"""
+"""The kinds of records, a class each."""
 
 from __future__ import annotations
 
@@ -28,7 +26,6 @@ COLUMNS = "Name other columns with --columns, as in prompt=question,completion=a
 # The labels of answers, one byte each. BAD and GOOD are for single answers, and REJECTED and CHOSEN
 # for pairs.
 BAD, GOOD, REJECTED, CHOSEN = range(4)
-# A dialogue in one text, as in Anthropic's HH: each turn begins with its speaker.
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 Said = str | list[Message]  # a prompt or an answer
@@ -38,8 +35,7 @@ Said = str | list[Message]  # a prompt or an answer
 class Record:
     """A record. `where` is its place, for error messages.
 
-    `unread` are the names of its columns and keys that have values and that nothing reads. A record
-    that `is_left_out` is marked not to be trained.
+    `unread` are the names of its columns and keys that have values and that nothing reads.
     """
 
     kind: ClassVar[str]
@@ -53,8 +49,6 @@ class Record:
 
 @dataclass(frozen=True)
 class Text(Record):
-    """A record of text, or the text of a file (`is_file`)."""
-
     kind = "a text"
     forms = (("text",),)
 
@@ -116,7 +110,6 @@ class Conversation(Record):
 
     @classmethod
     def of(cls, prompt: Said, answer: Said, **inputs: Any) -> Conversation:
-        """Returns the conversation of a prompt and an answer, which may begin with the prompt."""
         asked, answered = _as_messages("user", prompt), _as_messages("assistant", answer)
         answered = answered[len(asked) :] if answered[: len(asked)] == asked else answered
         texts = (prompt, answer) if isinstance(prompt, str) and isinstance(answer, str) else None
@@ -124,7 +117,6 @@ class Conversation(Record):
 
     @cached_property
     def answers(self) -> list[int]:
-        """The indices of the messages that are trained."""
         return [
             index
             for index, message in enumerate(self.messages)
@@ -138,7 +130,6 @@ class Conversation(Record):
 
     @property
     def untrained(self) -> list[int]:
-        """The indices of the messages with weight 0."""
         return [i for i, message in enumerate(self.messages) if message.get("weight", 1) == 0]
 
     def render(self, encoder: Encoder) -> Rendering | Joined:
@@ -248,8 +239,6 @@ class Pair(Record):
 
 @dataclass(frozen=True)
 class Labelled(Record):
-    """An answer to a prompt, and whether it is good."""
-
     kind = "a labelled answer"
     forms = (("prompt", "completion", "label"),)
 
@@ -287,8 +276,8 @@ def read_record(
 ) -> AnyRecord:
     """Returns a record of one of `KINDS`, with the values of `columns` under their keys.
 
-    Removes `ignored` fields, also from messages. Null counts as absent. Raises MespError if the
-    record is of no kind, lacks one of `columns`, or has a value that cannot be used.
+    Raises MespError if the record is of no kind, lacks one of `columns`, or has a value that cannot
+    be used.
     """
     fields = Fields(where, record, columns, ignored)
     weight = read_weight(f"{where} has", fields.values)
@@ -318,7 +307,6 @@ def kind_of(records: Iterable[AnyRecord]) -> type[AnyRecord]:
 
 
 def mask_record(record: AnyRecord, encoder: Encoder) -> list[Encoded]:
-    """Returns a record's `mask`. Any error becomes a MespError that begins with its place."""
     with plain_errors(f"{record.where} cannot be tokenized"):
         try:
             unread, where = record.unread, record.where
@@ -339,7 +327,6 @@ def _as_messages(role: str, said: Said) -> list[Message]:
 
 
 def _answer(where: str, prompt: Said, answer: Said, inputs: Mapping[str, Any]) -> Conversation:
-    """Returns a prompt with an answer of preference data."""
     if not prompt:
         raise MespError(f"{where} has no prompt: give it one, or leave it out.")
     if not (answer.strip() if isinstance(answer, str) else answer):
@@ -359,14 +346,12 @@ def _is_within(prompt: Said, chosen: Said, rejected: Said) -> bool:
 
 
 def _alike(chosen: Any, rejected: Any) -> Any:
-    """Returns the common beginning of two answers."""
     return chosen[: alike(chosen, rejected)]
 
 
 def _shared_text(chosen: str, rejected: str) -> str | None:
     """Returns the prompt that two texts begin with: all before the last answer of a dialogue, or
-    else whole words. A space at its end is left out. Returns None for dialogues that differ before
-    the last answer.
+    else whole words.
     """
     alike = str(_alike(chosen, rejected))
     if HUMAN in chosen or ASSISTANT in chosen:

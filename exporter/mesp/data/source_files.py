@@ -1,5 +1,3 @@
-"""Files of data: their kinds, the splits that their names mean, and their readers."""
-
 from __future__ import annotations
 
 import csv
@@ -18,7 +16,6 @@ from typing import Any, BinaryIO, NamedTuple
 from mesp.errors import MespError
 from mesp.files import UnclearError, open_regular, parse_json
 
-# The file names and dataset splits that mean train, valid and test.
 SPLITS = {
     "train": ("train",),
     "valid": ("valid", "validation", "val", "dev", "eval", "evaluation"),
@@ -29,9 +26,9 @@ SPLIT_OF = {name: split for split, names in SPLITS.items() for name in names}
 SIZE = 4 << 30  # the maximum size of a file's text in bytes
 # The largest text of a compressed file: UNPACKED bytes or, if more, TIMES the file's size.
 UNPACKED, TIMES = 16 << 20, 200
-ROWS = 4096  # rows of a parquet file that are read at once
+ROWS = 4096
 
-Row = tuple[str, str | dict[str, Any]]  # a place, for error messages, and a text or a record
+Row = tuple[str, str | dict[str, Any]]
 
 
 class FileName(NamedTuple):
@@ -55,12 +52,10 @@ class FileName(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Whether the file's content is one text."""
         return READERS.get(self.kind) is _read_text
 
     @property
     def split(self) -> str | None:
-        """The split that the file's name means, or None."""
         shard = SHARD.fullmatch(self.stem)
         return SPLIT_OF.get(shard["stem"] if shard else self.stem) if self.is_read else None
 
@@ -72,7 +67,7 @@ SHARD = re.compile(r"(?P<stem>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(-[0-9a-
 def read_file(
     path: Path, name: str | None = None, root: Path | None = None, size: int = SIZE
 ) -> Iterator[Row]:
-    """Yields the records of a file, or its one text. Error messages call the file `name`.
+    """Yields the records of a file, or its one text.
 
     If `root` is the `root_of` a folder, the file must not be a link that leads out of that folder.
     The text of a compressed file must have at most `UNPACKED` bytes or, if that is more, `TIMES`
@@ -101,10 +96,6 @@ def read_file(
 
 
 def read_text(path: Path, size: int = SIZE) -> str:
-    """Returns the text of a file.
-
-    Raises MespError as `read_file` does, and if the file has records.
-    """
     _, content = next(read_file(path, size=size), ("", None))
     if not isinstance(content, str):
         raise MespError(f"{path} is a file of records; give a text: .txt or .md.")
@@ -112,10 +103,7 @@ def read_text(path: Path, size: int = SIZE) -> str:
 
 
 def read_lines(file: BinaryIO, name: str) -> Iterator[Row]:
-    """Yields the records of JSON lines in an open file.
-
-    Raises MespError if a line is not a record, or if the bytes are not UTF-8.
-    """
+    """Raises MespError if a line is not a record, or if the bytes are not UTF-8."""
     text = io.TextIOWrapper(file, "utf-8-sig")
     try:
         with _plain_errors(name):
@@ -148,8 +136,6 @@ def _plain_errors(name: str) -> Iterator[None]:
 
 
 class _Bounded(io.RawIOBase):
-    """A file that raises MespError if more than `most` bytes are read."""
-
     def __init__(self, file: BinaryIO, name: str, most: int) -> None:
         self._file, self._name, self._most, self._left = file, name, most, most
 
@@ -180,10 +166,8 @@ def read_utf8(name: str, read: Callable[[], bytes]) -> str:
 
 
 def read_value(where: str, text: str) -> Any:
-    """Returns the value of a JSON text.
-
-    Raises MespError if the text is not valid JSON, repeats a key, or has a number such as NaN or a
-    string that is not valid Unicode.
+    """Raises MespError if the text is not valid JSON, repeats a key, or has a number such as NaN or
+    a string that is not valid Unicode.
     """
     try:
         return parse_json(text, strict=True)
@@ -196,7 +180,6 @@ def read_value(where: str, text: str) -> Any:
 
 
 def as_object(where: str, record: Any) -> dict[str, Any]:
-    """Returns a record's JSON value. Raises MespError if the value is not an object."""
     if isinstance(record, list) and any(isinstance(each, dict) for each in record):
         raise MespError(f'{where} is a list: write it as an object, {{"messages": […]}}.')
     if not isinstance(record, dict):
@@ -217,9 +200,6 @@ def read_cell(where: str, value: Any, type: Any = None) -> Any:
     if isinstance(value, list):
         return [read_cell(where, each, getattr(type, "value_type", None)) for each in value]
     return value
-
-
-# The readers. Their arguments are a file, its name, and the maximum size in bytes.
 
 
 def _read_text(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
@@ -256,9 +236,6 @@ def _line(name: str, number: int, line: str) -> Row:
 
 
 def _read_table(file: BinaryIO, name: str, most: int, delimiter: str = ",") -> Iterator[Row]:
-    """Yields the rows of a table with a header row. Cells are strings, whose line ends are line
-    feeds. Rows without a text are left out.
-    """
     csv.field_size_limit(most)
     rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig"), delimiter=delimiter, strict=True)
     columns: list[str] = []
@@ -334,9 +311,6 @@ def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
 
 
 def _decoded_size(array: Any) -> int:
-    """Returns the bytes of an Arrow array's values, plus 8 bytes for each value. A repeated value
-    counts each time.
-    """
     from pyarrow import ExtensionArray, StructArray, compute
 
     size = 8 * len(array)

@@ -1,5 +1,3 @@
-"""Sources of data: files, folders, datasets on the Hugging Face Hub, and built-in data."""
-
 from __future__ import annotations
 
 import os
@@ -22,9 +20,8 @@ SOURCES = (
     "python-docs-pairs"
 )
 BUILT_IN = {"python-docs": python_docs, "python-docs-pairs": python_docs_pairs}
-MOST_FILES = 10_000  # the most files in a folder of data
-HIDDEN = (".", "__")  # prefixes of names that are not data
-# The names of files that are not data.
+MOST_FILES = 10_000
+HIDDEN = (".", "__")
 NO_DATA = re.compile(
     r"(readme|licen[cs]e|notice|copying|citation|changelog)([-_]\w+)*(\.(md|txt|rst|cff|bib))?"
     r"|dataset_infos?\.json|thumbs\.db|desktop\.ini|.*\.(py|png|jpe?g|gif|svg|webp)"
@@ -36,8 +33,7 @@ class Selection:
     """The part of the data that is read.
 
     `subset` is the name of a dataset's configuration. `splits` has the source of each of MeSP's
-    splits, as an expression of the datasets library. `columns` has the column for each key of a
-    record. `ignored` are the fields of records and messages to leave out.
+    splits, as an expression of the datasets library.
     """
 
     subset: str | None = None
@@ -47,15 +43,10 @@ class Selection:
 
     @property
     def is_of_dataset(self) -> bool:
-        """Whether the selection names a configuration or splits."""
         return self.subset is not None or bool(self.splits)
 
 
 def read_data(data: str, selection: Selection) -> dict[str, list[AnyRecord]]:
-    """Returns the records of `data`, one of `SOURCES`, by split.
-
-    Raises MespError if the data cannot be read or used.
-    """
     path = Path(data)
     is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not FileName.of(path.name).is_read
     is_folder, is_file = path.is_dir(), path.exists() and not path.is_dir()
@@ -102,7 +93,6 @@ def records_of(name: str, rows: Iterable[Row], selection: Selection) -> list[Any
 
 
 def may_be_data(name: str) -> bool:
-    """Returns whether a file may be data. `name` includes the file's folders."""
     parts = PurePosixPath(name).parts
     return not any(part.startswith(HIDDEN) for part in parts) and not NO_DATA.fullmatch(
         parts[-1].lower()
@@ -112,8 +102,7 @@ def may_be_data(name: str) -> bool:
 def data_files(folder: Path) -> list[str]:
     """Returns the names of the files in a folder, at any depth, that may be data.
 
-    Links to folders count as files. Raises MespError if there are too many files, or if a folder
-    cannot be listed.
+    Raises MespError if there are too many files, or if a folder cannot be listed.
     """
 
     def stop(error: OSError) -> None:
@@ -133,9 +122,6 @@ def data_files(folder: Path) -> list[str]:
 def _read_tree(
     data: str, folder: Path | None, names: list[str], selection: Selection
 ) -> dict[str, list[AnyRecord]]:
-    """Returns the records, by split, of `folder` or, if that is None, of the dataset `data` on
-    the Hub. `names` are its files.
-    """
     both = (_splits_in(home, names) for home in ("", "data"))
     splits = next((each for each in both if each["train"]), {})
     others = [name for name in names if all(name not in each for each in splits.values())]
@@ -167,7 +153,6 @@ def _read_tree(
 
 
 def of_no_split(data: str, name: str) -> MespError:
-    """Returns the error for a file that belongs to no split, or that MeSP does not read."""
     if not FileName.of(PurePosixPath(name).name).is_read:
         return MespError(f"{data} has {name}, a kind of file that is not read; {KINDS}.")
     return MespError(
@@ -177,17 +162,13 @@ def of_no_split(data: str, name: str) -> MespError:
 
 
 def _splits_in(home: str, names: list[str]) -> dict[str, list[str]]:
-    """Returns the names of the files right in the folder `home`, by the split that they mean."""
     split_of = {name: FileName.of(PurePosixPath(name).name).split for name in names}
     here = [name for name in names if name.rpartition("/")[0] == home]
     return {split: [name for name in here if split_of[name] == split] for split in SPLITS}
 
 
 def _whole(data: str, names: list[str]) -> list[str]:
-    """Returns the files of a split: one file, or all its numbered shards.
-
-    Raises MespError if there are other files, or if a shard is missing.
-    """
+    """Raises MespError if there are other files, or if a shard is missing."""
     shards = [SHARD.fullmatch(FileName.of(name).stem) for name in names]
     first, numbers = shards[0], set[int]()
     for name, shard in zip(names, shards, strict=True):

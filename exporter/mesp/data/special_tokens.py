@@ -1,8 +1,7 @@
 """Encodes special tokens in texts: as special tokens, or split into ordinary text.
 
 With --split-special-tokens, a text outside of a conversation is encoded with transformers' option
-`split_special_tokens`. In a conversation, the chat template's own special tokens stay special. Each
-special token in a message is encoded separately, without SentencePiece's leading space.
+`split_special_tokens`.
 """
 
 from __future__ import annotations
@@ -16,30 +15,23 @@ from typing import Any
 
 from mesp.errors import MespError
 
-# The bounds (start, stop) of parts of a text. `stop` is exclusive.
 Bounds = Sequence[tuple[int, int]]
 
 
 def special_tokens(tokenizer: Any) -> set[int]:
-    """Returns the ids of the tokenizer's special tokens."""
     added = tokenizer.added_tokens_decoder
     return {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
 
 
 @lru_cache(maxsize=4)
 def special_pattern(tokenizer: Any) -> re.Pattern[str]:
-    """Returns a pattern that finds special tokens in a text, the longest one at each place."""
     added = tokenizer.added_tokens_decoder.values()
     tokens = sorted((t.content for t in added if t.special and t.content), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
 def encode_split(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
-    """Returns the ids of a text, with its special tokens split into ordinary text.
-
-    With `add_special_tokens`, the ids include the tokens that the tokenizer puts around a text.
-    Raises MespError if the ids include other special tokens.
-    """
+    """Raises MespError if the ids include other special tokens."""
     ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, split_special_tokens=True)
     check_special(tokenizer, ids, tokenizer.encode("") if add_special_tokens else [])
     return list(ids)
@@ -64,9 +56,8 @@ def check_special(tokenizer: Any, ids: Iterable[int], expected: Iterable[int]) -
 def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
     """Returns the ids of a text, and the bounds of each token's characters.
 
-    The bounds exclude white space that an added token absorbs. `written` has the bounds of special
-    tokens to encode as ordinary text, in order. Each of these parts is encoded separately, so no
-    token spans its bounds. Raises MespError if the ids of such a part include special tokens.
+    Each of these parts is encoded separately, so no token spans its bounds. Raises MespError if the
+    ids of such a part include special tokens.
     """
     ids: list[int] = []
     bounds: list[tuple[int, int]] = []
@@ -80,8 +71,7 @@ def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
 def piece(
     tokenizer: Any, text: str, is_first: bool, is_written: bool
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns the ids of a piece of a text and their bounds. With `is_written`, the special tokens
-    in the piece are encoded as ordinary text. Raises MespError if that fails.
+    """Returns the ids of a piece of a text and their bounds.
 
     SentencePiece puts a space before the beginning of a text. So a piece that is not the first is
     encoded after a line feed. If the piece shares a token with the line feed, a colon takes its

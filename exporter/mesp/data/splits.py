@@ -1,5 +1,3 @@
-"""Makes splits for training from token ids: one stream, separate examples, or labelled answers."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -13,7 +11,7 @@ from mesp.data.loss_mask import Encoded
 from mesp.data.records import BAD, GOOD, REJECTED
 from mesp.errors import MespError
 
-HELD_OUT = 0.1  # the default fraction
+HELD_OUT = 0.1
 
 
 @dataclass(frozen=True)
@@ -21,18 +19,14 @@ class Split:
     """A tokenized split: `tokens` uint32 [N] and, unless the split is a stream, `examples` uint32
     [M, 2].
 
-    An example is (start, length): the tokens [start, start + length).
-
     `mask` uint8 [N] is 1 if the prediction of a token is in the loss, else 0. Without a mask, all
     predictions are in the loss. No token predicts the first token of an example, whatever its mask.
-    At least one later token of each example is in the loss.
 
     `labels` uint8 [M] are people's labels of the examples, or None. `begin` replaces the first
     token of each window, unless it is None. With `pack`, short examples share a sequence in
     training, but do not see each other's tokens. `ends` are the tokens at which generation stops,
-    ascending. `encoding` has the options that changed the encoding of texts. `too_long` counts
-    records that were cut or split, `left_out` records without a token to predict, and `no_room`
-    records whose tokens in the loss come after the longest sequence.
+    ascending. `too_long` counts records that were cut or split, `left_out` records without a token
+    to predict, and `no_room` records whose tokens in the loss come after the longest sequence.
     """
 
     tokens: np.ndarray
@@ -49,7 +43,6 @@ class Split:
 
 
 def as_stream(encoded: Sequence[Encoded], begin: int | None) -> Split:
-    """Returns one stream of all texts. `begin` is as in `Split`."""
     tokens, _ = _joined(encoded)
     return Split(tokens, begin=begin, left_out=sum(not each.ids for each in encoded))
 
@@ -57,11 +50,10 @@ def as_stream(encoded: Sequence[Encoded], begin: int | None) -> Split:
 def as_examples(
     data: str, split: str, encoded: Sequence[Encoded], seq_len: int, long: str, pack: bool = False
 ) -> Split:
-    """Returns examples of at most `seq_len` + 1 tokens. `pack` is as in `Split`.
+    """Returns examples of at most `seq_len` + 1 tokens.
 
     A longer example is cut, or split into pieces. A piece begins with the last token of the piece
-    before it, so each token in the loss is predicted once. Examples without a token in the loss are
-    left out. Raises MespError if no example is left.
+    before it, so each token in the loss is predicted once. Raises MespError if no example is left.
     """
     longest = seq_len + 1
     parts, examples = [], []
@@ -91,9 +83,6 @@ def as_examples(
 
 
 def _joined(parts: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the tokens of all parts, uint32 [N], and their mask, uint8 [N], or None if the mask
-    is all ones.
-    """
     tokens = np.concatenate([np.array(part.ids, np.uint32) for part in parts])
     mask = np.concatenate([part.mask for part in parts])
     return tokens, None if mask.all() else mask.astype(np.uint8)
@@ -101,10 +90,7 @@ def _joined(parts: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
 
 def as_answers(data: str, encoded: Sequence[Encoded], seq_len: int) -> Split:
     """Returns one example for each answer of preference data: prompt and answer, cut to `seq_len` +
-    1 tokens. A pair's chosen answer comes right before its rejected answer.
-
-    Raises MespError if an answer has no token, if a prompt leaves no room for an answer, or if the
-    answers of a pair are equal.
+    1 tokens.
     """
     longest = seq_len + 1
     parts: list[Encoded] = []
@@ -135,7 +121,6 @@ def as_answers(data: str, encoded: Sequence[Encoded], seq_len: int) -> Split:
 
 
 def check_labels(data: str, splits: Mapping[str, Split]) -> None:
-    """Raises MespError if all single answers in the train split have the same label."""
     labels = {
         name: {*split.labels.tolist()} for name, split in splits.items() if split.labels is not None
     }
@@ -153,14 +138,9 @@ def check_labels(data: str, splits: Mapping[str, Split]) -> None:
     )
 
 
-# Holding out a part of data that has no valid split
-
-
 def held_out_of(count: int, fraction: float, least: int = 1) -> int:
     """Returns how many of `count` records or tokens are held out: `fraction` of them, at least
-    `least`. Returns 0 if `fraction` is 0.
-
-    Raises MespError unless 0 ≤ `fraction` < 1.
+    `least`.
     """
     if not 0 <= fraction < 1:
         raise MespError(f"--hold-out is 0 or more and below 1, and not {fraction}.")
@@ -168,9 +148,6 @@ def held_out_of(count: int, fraction: float, least: int = 1) -> int:
 
 
 def hold_out_records(data: str, records: dict[str, list[Any]], fraction: float) -> None:
-    """Moves the last `fraction` of the records to ``valid``, unless there is a valid split or
-    `fraction` is 0. Raises MespError if there are too few records.
-    """
     if "valid" in records:
         return
     train = records["train"]
@@ -185,9 +162,6 @@ def hold_out_records(data: str, records: dict[str, list[Any]], fraction: float) 
 
 
 def hold_out_tokens(data: str, splits: dict[str, Split], seq_len: int, fraction: float) -> None:
-    """Moves the last `fraction` of the stream to ``valid``, unless there is a valid split or
-    `fraction` is 0. Raises MespError if a stream is too short.
-    """
     train = splits["train"] if "valid" not in splits else None
     held_out = held_out_of(len(train.tokens), fraction, seq_len + 1) if train else 0
     if train and held_out:

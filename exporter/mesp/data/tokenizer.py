@@ -1,5 +1,3 @@
-"""Loads and checks the tokenizer of a model or a bundle, in mlx-lm's wrapper."""
-
 from __future__ import annotations
 
 import os
@@ -15,11 +13,6 @@ ROUND_TRIP_TEXT = "A text of 2 lines,\nwhich comes back."
 
 
 def load_checked_tokenizer(folder: Path, model: str) -> Any:
-    """Returns the tokenizer in a model's folder; None if the folder has none.
-
-    `model` is the model's name, for error messages. Raises MespError if the tokenizer cannot be
-    loaded, or does not decode an encoded text to the same text.
-    """
     if not _has_tokenizer(folder):
         return None
     tokenizer = load_tokenizer(folder)
@@ -36,9 +29,7 @@ def load_checked_tokenizer(folder: Path, model: str) -> Any:
 
 
 def write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes the files of a tokenizer, with a `tokenizer.json`.
-
-    Raises MespError if transformers cannot write `tokenizer.json`, or if the new file encodes a
+    """Raises MespError if transformers cannot write `tokenizer.json`, or if the new file encodes a
     test text differently.
     """
     failed = f"The tokenizer {type(tokenizer._tokenizer).__name__} cannot be written"
@@ -66,7 +57,7 @@ def load_tokenizer(
 
     The end tokens come from the tokenizer's files, the model's files and the chat template. Code in
     the folder is never run. Raises MespError if the tokenizer cannot be loaded, or if the folder
-    has none. The message for a missing tokenizer includes `without`.
+    has none.
     """
     if not _has_tokenizer(folder):
         raise MespError(f"{folder} has no tokenizer, {without}.")
@@ -107,10 +98,7 @@ def load_tokenizer(
 
 
 def _ends_of_model(folder: Path) -> list[int] | None:
-    """Returns the end tokens in generation_config.json, or else in config.json, or else None.
-
-    Raises ValueError if an end token is not an integer.
-    """
+    """Raises ValueError if an end token is not an integer."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         ends = read_object(file).get("eos_token_id") if file.exists() else None
@@ -142,9 +130,6 @@ def _kind_of_model(folder: Path) -> Any:
 
 
 def load_bundle_tokenizer(bundle: Path) -> Any:
-    """Returns the bundle's tokenizer. The end tokens of the bundle's manifest are added to the
-    tokenizer's.
-    """
     tokenizer = load_tokenizer(bundle, "which generating needs; export a model that has one")
     with plain_errors(f"The manifest of {bundle} cannot be read"):
         ends = read_object(bundle / "manifest.json").get("end_tokens", [])

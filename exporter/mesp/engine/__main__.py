@@ -1,5 +1,3 @@
-"""Builds or finds mesp-engine or mesp-count: `python -m mesp.engine`."""
-
 from __future__ import annotations
 
 import logging
@@ -21,8 +19,6 @@ from mesp.errors import MespError
 def main() -> None:
     """Builds or finds mesp-engine and prints its path. With the argument mesp-count, does so for
     mesp-count.
-
-    With --mlx, only prints the folder of the mlx package that the programs are built with.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:

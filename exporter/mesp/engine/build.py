@@ -1,5 +1,3 @@
-"""Finds or builds the programs mesp-engine (the trainer) and mesp-count."""
-
 from __future__ import annotations
 
 import fcntl
@@ -24,22 +22,17 @@ from mesp.errors import MespError, plain_os_errors
 
 log = logging.getLogger(__name__)
 
-# The folder of the checkout, if the package runs from one.
 CHECKOUT = Path(__file__).resolve().parents[3]
-# The copy of the Swift package in an installed wheel.
 SOURCES = Path(__file__).with_name("sources")
 # The folder with a wheel's built engine. Its file `mlx-version` has the version of MLX that the
 # engine needs.
 CARRIED = Path(__file__).with_name("programs")
-# The path from CARRIED to the installed `mlx` package, in the dynamic loader's notation.
 MLX_FROM_CARRIED = f"{'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}/../../../mlx"
 
-VERSION_SECONDS = 60.0  # the time that a program has to print its version
+VERSION_SECONDS = 60.0
 
 
 class Program(NamedTuple):
-    """A program's name, and the folder of its Swift package in a checkout."""
-
     name: str
     package: str
 
@@ -56,9 +49,8 @@ def find_engine(
 
     The engine is the one that MESP_ENGINE names, the checkout's, the wheel's, or the one in the
     user's cache, in this order. The checkout's and the cache's engines are built if they are
-    missing. A checkout's engine that is older than its sources is built again, if Swift is
-    installed. Raises MespError if an engine is needed but cannot be built, or if MESP_ENGINE names
-    a wrong engine.
+    missing. Raises MespError if an engine is needed but cannot be built, or if MESP_ENGINE names a
+    wrong engine.
     """
     if named := os.environ.get("MESP_ENGINE"):
         engine = Path(named)
@@ -83,7 +75,6 @@ def find_engine(
 
 
 def has_engine(carried: Path) -> bool:
-    """Returns whether the folder contains a built engine."""
     return (carried / ENGINE.name).is_file()
 
 
@@ -102,10 +93,7 @@ def misfit(carried: Path) -> str:
 def find_counter(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
     """Returns a mesp-count that is ready to run.
 
-    The program is the one beside the engine that MESP_ENGINE names. If that is missing or of
-    another version, the program is the checkout's or the one in the user's cache, built as
-    `find_engine` builds engines. Raises MespError if the build fails, or if this system is not
-    Linux.
+    The program is the one beside the engine that MESP_ENGINE names.
     """
     if sys.platform != "linux":
         raise MespError("mesp-count counts on Linux only.")
@@ -126,7 +114,6 @@ def _find(program: Program, checkout: Path, sources: Path) -> Path:
 
 
 def engine_path() -> Path:
-    """Returns the path at which `find_engine` finds or builds the engine. Builds nothing."""
     if named := os.environ.get("MESP_ENGINE"):
         return Path(named)
     if has_sources(CHECKOUT):
@@ -145,7 +132,6 @@ def built_program(checkout: Path, program: Program = ENGINE) -> Path:
 
 
 def is_older_than_sources(program: Path, checkout: Path) -> bool:
-    """Returns whether a source file of the checkout is newer than the program."""
     built = program.stat().st_mtime
     sources = [checkout / "Package.swift"]
     for folder, folders, files in os.walk(checkout / "ios"):
@@ -156,15 +142,13 @@ def is_older_than_sources(program: Path, checkout: Path) -> bool:
 
 
 def expected_version(program: Program = ENGINE) -> str:
-    """Returns the output of `PROGRAM --version` that matches this package and the installed MLX."""
     return f"{program.name} {mesp.__version__} with MLX {metadata.version('mlx')}"
 
 
 def version_of(program: Path) -> str:
     """Returns the last line that `PROGRAM --version` prints, of at most 200 characters.
 
-    If the program cannot be started, returns the system's reason. A program that prints much or
-    does not end is killed.
+    A program that prints much or does not end is killed.
     """
     try:
         with subprocess.Popen(
@@ -185,11 +169,6 @@ def version_of(program: Path) -> str:
 
 
 def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
-    """Returns the program in the user's cache. Builds the program if it is missing or does not
-    start.
-
-    For example, a program does not start without the Swift libraries of the version that built it.
-    """
     if not has_sources(sources):
         raise MespError(
             f"{program.name}'s sources have not been installed with this package: install MeSP "
@@ -206,7 +185,6 @@ def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
         return cached
     with lock_folder(cached.parent):
         if not is_ready():
-            # Reuses files of an interrupted build.
             scratch = cached.with_name(f"build-{program.name}")
             built = build_program(sources, scratch, program)
             with plain_os_errors(f"Cannot write {cached}"):
@@ -236,7 +214,6 @@ def _require_own(path: Path) -> None:
 
 
 def user_cache() -> Path:
-    """Returns MeSP's folder in the user's cache."""
     own = "Library/Caches" if sys.platform == "darwin" else ".cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / own) / "mesp"
 
@@ -256,8 +233,7 @@ def cached_program(sources: Path, mlx: Path, program: Program = ENGINE) -> Path:
 def prune(newest: Path) -> None:
     """Removes the cached folders beside `newest` whose `mlx` package no longer exists.
 
-    A folder's file `mlx` has the path of the `mlx` package that its programs need. It is written
-    for `newest`.
+    A folder's file `mlx` has the path of the `mlx` package that its programs need.
     """
     (newest / "mlx").write_text(str(mlx_folder()))
     for folder in newest.parent.glob("engine-*"):
@@ -285,9 +261,6 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def mlx_folder() -> Path:
-    """Returns the folder of the installed `mlx` package, whose headers and library the engine is
-    built with.
-    """
     spec = importlib.util.find_spec("mlx.core")
     if spec is None or spec.origin is None:
         raise MespError("The Python package mlx is missing: install MeSP with its dependencies.")
@@ -301,11 +274,10 @@ def build_program(
     *,
     for_wheel: bool = False,
 ) -> Path:
-    """Builds a program for release and returns its path. Only changed files are compiled.
+    """Builds a program for release and returns its path.
 
-    `checkout` is the folder of a checkout, or of a copy of its Swift package. `scratch` is the
-    build folder, by default the package's .build. With `for_wheel`, the program runs without an
-    installed Swift, and finds MLX relative to the folder CARRIED.
+    `scratch` is the build folder, by default the package's .build. With `for_wheel`, the program
+    runs without an installed Swift, and finds MLX relative to the folder CARRIED.
     """
     swift = shutil.which("swift")
     if swift is None:
@@ -360,5 +332,5 @@ def build_program(
     if process.returncode != 0:
         log.error("%s", "\n".join(tail))
         raise MespError(f"{program.name} could not be built; the compiler's last lines are above.")
-    built.touch()  # updates the date of a program that needed no compiling
+    built.touch()
     return built

@@ -1,5 +1,3 @@
-"""Generates text with a bundle's model, with or without adapters."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +16,7 @@ from mesp.errors import plain_errors
 
 
 class TextStream:
-    """The text after a prompt, in pieces as they arrive. The arguments are those of `generate`.
+    """The text after a prompt, in pieces as they arrive.
 
     `prompt_tokens` is the number of tokens in the prompt. After the last piece, `end` is the
     engine's ``end`` record. Its ``reason`` is ``stopped`` if a signal such as Ctrl-C ended the

@@ -1,6 +1,3 @@
-"""Describes a run without training: the engine's plan, the counts of mesp-count, and the
-privacy."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -17,23 +14,12 @@ from mesp.settings.train_settings import OPTIMIZERS, TrainSettings
 
 
 def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
-    """Returns the plan of a run for each sequence length, with mesp-train's defaults and the
-    bundle's first rank.
-
-    Raises MespError if the engine has not been built, or if the engine refuses such a run.
-    """
     size = {"bundle": str(bundle.resolve()), "rank": manifest.ranks[0]}
     size["optimizer"] = choose_optimizer("mesp")
     return {n: find_plan(engine_path(), {**size, "seq_len": n}) for n in manifest.seq_lens}
 
 
 def predicted_memory(out: Path, manifest: Manifest) -> str | None:
-    """Returns a description of the predicted peak memory and the lowest memory limit, for each
-    length.
-
-    Returns None if the engine has not been built or refuses such a run. The predicted peak is that
-    of the default plan.
-    """
     try:
         plans = find_plans(out, manifest)
     except MespError:
@@ -46,7 +32,6 @@ def predicted_memory(out: Path, manifest: Manifest) -> str | None:
     return "training peaks at " + ", ".join(peaks)
 
 
-# Descriptions of a plan's `order`: the order in which a step computes its sequences.
 ORDERS = {
     "sequences": "one sequence after the other",
     "blocks": "all its sequences go through a block before the next",
@@ -54,7 +39,6 @@ ORDERS = {
 
 
 def describe_plan(plan: Record) -> str:
-    """Returns a description of the engine's plan."""
     answer = "; of a pair the inputs of one answer are kept" if plan.get("keeps_answer") else ""
     metal = ""
     if "metal_bytes" in plan:
@@ -73,7 +57,6 @@ def describe_plan(plan: Record) -> str:
 
 
 def describe_kept(plan: Record) -> str:
-    """Returns a sentence on the intermediates that are kept for speed. Empty if none are kept."""
     if not plan.get("kept_blocks"):
         return ""
     return (
@@ -83,7 +66,6 @@ def describe_kept(plan: Record) -> str:
 
 
 def describe_count(count: Record) -> str:
-    """Returns a description of mesp-count's counts of a step."""
     return (
         f"On a phone's GPU a step has {count['evals']:,} evals and {count['kernels']:,} kernels "
         f"(counted), {count['tflop']:.3f} TFLOP, and takes {count['modelled_seconds']:.2f} s "
@@ -93,9 +75,6 @@ def describe_count(count: Record) -> str:
 
 
 def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
-    """Returns a description of a run's peak memory with each optimizer, without memory limit or
-    offloading.
-    """
     # A resumed run would keep its optimizer, so these settings are of a new run.
     free = {**settings, "memory_limit_mb": None, "offload": "none", "resume": False, "output": ""}
     peaks = (

@@ -1,5 +1,3 @@
-"""Runs mesp-engine: starts it, reads its records, forwards signals, and reports its failures."""
-
 from __future__ import annotations
 
 import json
@@ -23,7 +21,7 @@ from mesp.models.layout import DTYPE_OF
 from mesp.settings.declaration import is_held
 
 log = logging.getLogger(__name__)
-LINE = 1 << 26  # the maximum length of a record
+LINE = 1 << 26
 Settings = Mapping[str, Any]
 Record = dict[str, Any]
 
@@ -32,8 +30,8 @@ class Engine:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self.last: Record = {}
-        self.signals: list[int] = []  # the received signals that asked the engine to end
-        self.said = ""  # the engine's standard error, once the engine has ended
+        self.signals: list[int] = []
+        self.said = ""
         self.is_waiting = False
 
     def __iter__(self) -> Iterator[Record]:
@@ -51,22 +49,17 @@ class Engine:
             yield record
 
     def ask(self, request: Any) -> Record:
-        """Returns the engine's answer to a request. Both are one line of JSON."""
         self.send(request)
         return self.receive()
 
     def send(self, answer: Any) -> None:
-        """Sends a line of JSON to the engine."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(answer) + "\n")
         self.process.stdin.flush()
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Lets the signal that kills the engine also raise KeyboardInterrupt in this context.
-
-        The context is for computations in this process that the engine waits for.
-        """
+        """Lets the signal that kills the engine also raise KeyboardInterrupt in this context."""
         self.is_waiting = True
         try:
             yield
@@ -74,7 +67,6 @@ class Engine:
             self.is_waiting = False
 
     def receive(self) -> Record:
-        """Returns the next record."""
         for record in self:
             return record
         raise BrokenPipeError  # `check` then raises an error with the reason
@@ -89,7 +81,6 @@ class Engine:
 
 
 def _as_json(settings: Settings) -> str:
-    """Returns the settings as JSON. Raises MespError for a number outside the engine's range."""
     for name, value in settings.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and not is_held(value):
             raise MespError(f"{name} is {value!r:.40}, which is too large or too small a number.")
@@ -109,8 +100,7 @@ def running(
 ) -> Iterator[Engine]:
     """Runs `mesp-engine COMMAND SETTINGS` or mesp-count. The program ends with the context.
 
-    `environment` is added to this process's environment. With `interruptible`, ending signals are
-    forwarded to the engine, which then stops cleanly. Otherwise Ctrl-C raises KeyboardInterrupt.
+    With `interruptible`, ending signals are forwarded to the engine, which then stops cleanly.
     Raises MespError if the engine cannot be started, or takes more than `timeout` seconds.
     """
     program = engine or find_engine()
@@ -171,7 +161,6 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _held_signals() -> Iterator[None]:
-    """Delays signals that ask for an end until the engine has started."""
     came: list[int] = []
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
@@ -205,8 +194,7 @@ def _handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> 
 def _forwarded_signals(engine: Engine) -> Iterator[None]:
     """Forwards signals to the engine, and records those that ask for an end.
 
-    The engine has its own session, so Ctrl-C in a terminal reaches only this process. A second
-    signal that asks for an end kills the engine.
+    A second signal that asks for an end kills the engine.
     """
     process = engine.process
 
@@ -235,7 +223,6 @@ def _forwarded_signals(engine: Engine) -> Iterator[None]:
 
 
 def failure(status: int, said: str, after: str = "", program: str = "mesp-engine") -> MespError:
-    """Returns the error for a program with this exit status and the standard error `said`."""
     if status > 0 and said:
         return MespError(said)
     if status > 0:
@@ -251,7 +238,6 @@ def failure(status: int, said: str, after: str = "", program: str = "mesp-engine
 
 
 def check_device(device: str | None) -> None:
-    """Raises MespError if the engine cannot compute on `device`. None is the machine's default."""
     if device not in (None, *DTYPE_OF):
         raise MespError(f"device is {device!r:.40}, and must be one of {', '.join(DTYPE_OF)}.")
     if device == "gpu" and not mx.metal.is_available():
@@ -259,15 +245,12 @@ def check_device(device: str | None) -> None:
 
 
 def find_plan(engine: Path, settings: Settings) -> Record:
-    """Returns the engine's ``plan`` record for these settings. Writes nothing."""
     return _answer(engine, settings)
 
 
 def find_count(settings: Settings) -> Record:
-    """Returns mesp-count's record: the counts of a step with these settings on a phone's GPU.
-
-    Raises MespError if mesp-count cannot be built, if it fails, or if this system
-    is not Linux.
+    """Raises MespError if mesp-count cannot be built, if it fails, or if this system is
+    not Linux.
     """
     return _answer(find_counter(), {**settings, "device": "gpu"}, "mesp-count")
 
@@ -287,8 +270,7 @@ def stream_records(
 ) -> Iterator[Record]:
     """Yields the records that `mesp-engine COMMAND` prints with these settings.
 
-    Signals are forwarded to the engine. If a signal asked the engine to end, the ``end`` record has
-    that ``signal``. Raises MespError if the engine fails.
+    If a signal asked the engine to end, the ``end`` record has that ``signal``.
     """
     with running([command], settings, environment=environment, interruptible=True) as started:
         for record in started:
@@ -310,10 +292,6 @@ def generate(
     stop: Sequence[int] = (),
     device: str | None = None,
 ) -> Iterator[Record]:
-    """Yields the engine's records as they arrive: ``token`` records, then one ``end`` record.
-
-    A signal ends the text early, with reason "stopped". Raises MespError if the engine fails.
-    """
     check_device(device)
     settings = {
         "bundle": str(bundle.resolve()),
@@ -343,8 +321,6 @@ class Score(NamedTuple):
 
 
 class Evaluator:
-    """A running engine with a bundle's model. Requests consist of token ids."""
-
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
@@ -375,9 +351,8 @@ class Evaluator:
         and each token.
 
         A text ends after `max_tokens` tokens, when `go_on` returns false, or before a token of
-        `stop`. With `temperature` 0, tokens are the likeliest ones. Otherwise they are sampled with
-        the seed `seed` plus the prompt's index. At most `at_once` prompts, from 1 to 16, run
-        together. Yields a prompt's index when its text has ended.
+        `stop`. At most `at_once` prompts, from 1 to 16, run together. Yields a prompt's index when
+        its text has ended.
         """
         how = {"max_tokens": max_tokens, "temperature": temperature, "top_p": 1}
         requests = [
@@ -399,9 +374,6 @@ class Evaluator:
 def evaluator(
     bundle: Path, adapters: Sequence[WeightedAdapters] = (), device: str | None = None
 ) -> Iterator[Evaluator]:
-    """Yields an engine with the model of `bundle` and `adapters`. Raises MespError if the engine
-    fails.
-    """
     check_device(device)
     settings = {
         "bundle": str(bundle.resolve()),

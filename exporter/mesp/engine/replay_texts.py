@@ -1,7 +1,7 @@
 """Samples texts from the model, to replay them while the model is trained.
 
 The expected gradient of the loss on such texts is the gradient of the Kullback-Leibler divergence
-from the model that wrote them. See docs/method.md, "Forgetting".
+from the model that wrote them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_TEXTS = 64
 # The number of sequences that replay each text, unless more than MOST_TEXTS texts would be needed.
 # Writing a text takes longer than a step, so each text is used more than once.
 TIMES = 2
-LENGTH = 128  # the largest number of tokens after a text's opening
+LENGTH = 128
 AT_ONCE = 8
 
 
@@ -42,9 +42,7 @@ def sample_replay_texts(
     sequences.
 
     Each example is an opening, followed by at most `LENGTH` tokens. The opening is the chat
-    template's text before a user's first words or, if there is none, the begin or end token. The
-    opening is not in the loss. `options` are arguments of the template. Raises MespError if there
-    is no opening, or if it fills a sequence.
+    template's text before a user's first words or, if there is none, the begin or end token.
     """
     start = find_opening(tokenizer, options or {})
     length = min(seq_len + 1, len(start) + LENGTH)
@@ -71,7 +69,6 @@ def sample_replay_texts(
 
 
 def find_opening(tokenizer: Any, options: Mapping[str, Any] | None = None) -> list[int]:
-    """Returns the tokens before a user's first words in a conversation, or before a text."""
     if tokenizer.has_chat_template:
         first, second = (
             tokenizer.encode(

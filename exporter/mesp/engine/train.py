@@ -1,8 +1,3 @@
-"""Fine-tunes a bundle with mesp-engine.
-
-The engine reads one settings file and prints one JSON record per line. See docs/formats.md.
-"""
-
 from __future__ import annotations
 
 import json
@@ -43,7 +38,6 @@ from mesp.settings.rules import check_settings
 from mesp.settings.train_settings import TrainSettings
 
 SETTINGS_NAME = "settings.json"
-# Subfolders of a run's folder, with tokens of general text and of replayed texts.
 GENERAL, REPLAY = "general", "replay"
 
 StrPath = str | os.PathLike[str]
@@ -51,8 +45,6 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A run to begin or to resume, with complete and checked settings."""
-
     bundle: Path
     manifest: Manifest
     settings: TrainSettings
@@ -61,7 +53,6 @@ class TrainingJob:
     reward: Reward | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the settings that mesp-engine reads."""
         paths = {"bundle": str(self.bundle), "output": str(self.folder.resolve())}
         settings = {**paths, **self.settings.to_json(), "resume": self.resume, "dry_run": False}
         if self.settings.reward is not None:
@@ -73,7 +64,6 @@ class TrainingJob:
         return settings
 
     def run(self, progress: Callable[[Record], None] | None = None) -> RunLog:
-        """Trains as `train` describes."""
         check_device(self.settings.device)
         try:
             return self._train(progress)
@@ -197,11 +187,6 @@ class TrainingJob:
 
 
 class _Rewards:
-    """Computes rewards for the answers of a running engine.
-
-    If a reward fails, `error` is set, and the engine ends the run.
-    """
-
     def __init__(self, reward: Reward, tokenizer: Any) -> None:
         self._reward, self._tokenizer = reward, tokenizer
         self.error: MespError | None = None
@@ -271,8 +256,7 @@ def prepare_training(
 ) -> TrainingJob:
     """Returns the run that `train` begins or resumes. Writes nothing.
 
-    A reward's module is imported only with `may_import`, and only if `given` names it. Raises
-    MespError if a setting, the bundle or the folder cannot be used.
+    A reward's module is imported only with `may_import`, and only if `given` names it.
     """
     given = {
         name: list(value) if isinstance(value, tuple) else value
@@ -315,7 +299,6 @@ def prepare_training(
 
 
 def check_length(bundle: Path, manifest: Manifest, settings: TrainSettings) -> None:
-    """Raises MespError if the bundle's model cannot be trained on sequences of this length."""
     if settings.seq_len is not None and settings.seq_len not in manifest.seq_lens:
         check_lengths(Bundle(bundle).config(), [*manifest.seq_lens, settings.seq_len])
 
@@ -323,8 +306,6 @@ def check_length(bundle: Path, manifest: Manifest, settings: TrainSettings) -> N
 def check_prompts(bundle: Bundle) -> None:
     """Raises MespError if a training example does not have one prompt and then one answer in the
     loss.
-
-    Data without examples or without a mask is not checked.
     """
     if "train" not in bundle.manifest.data:
         return
@@ -342,7 +323,6 @@ def check_prompts(bundle: Bundle) -> None:
 
 
 def default_folder(manifest: Manifest, kind: str) -> Path:
-    """Returns the default folder of a run: `runs/BUNDLE-KIND-TIME`."""
     return Path("runs") / f"{manifest.name}-{kind}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
 
 
@@ -361,11 +341,6 @@ def _resumed(
 
 
 def read_recorded_settings(folder: Path, begun: str) -> dict[str, Any]:
-    """Returns the recorded settings of the run in `folder`.
-
-    `begun` is the name of a file that every run has. Raises MespError if there is no run, or if the
-    settings cannot be read.
-    """
     path = folder / SETTINGS_NAME
     if not (folder / begun).exists():
         raise MespError(f"{folder} holds no run to resume; start one without --resume.")
@@ -382,11 +357,6 @@ def not_settings(folder: Path) -> MespError:
 
 @contextmanager
 def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[Path, list[Path]]]:
-    """Writes a run's settings.json, and yields its path and a list for new folders.
-
-    If the run fails before it has a log, settings.json and the new folders are removed. A resumed
-    run's settings go to a temporary file instead.
-    """
     home, made = path.parent, list[Path]()
     if resume:
         with tempfile.TemporaryDirectory(prefix="mesp-") as temporary:

@@ -1,5 +1,3 @@
-"""Evaluates a bundle's model with mesp-engine, with and without adapters."""
-
 from __future__ import annotations
 
 import os
@@ -28,7 +26,6 @@ from mesp.progress import ProgressCallback, Task
 if TYPE_CHECKING:
     from mesp.evaluation.harness import Tasks
 
-# The largest number of tokens that a model sees at once, by default.
 MAX_LENGTH = 2048
 MAX_TOKENS = 256  # of an answer
 
@@ -37,9 +34,7 @@ MAX_TOKENS = 256  # of an answer
 class Evaluation:
     """The figures of an evaluation, with a row for each metric of each model.
 
-    `samples` has each model's results for each record. `max_length` is the limit of the tokens that
-    a model sees at once. `cut` is the number of prompts whose beginning was cut off. `str` returns
-    a table.
+    `max_length` is the limit of the tokens that a model sees at once. `str` returns a table.
     """
 
     rows: tuple[Row, ...]
@@ -179,7 +174,6 @@ def evaluate(
 
 
 def check_unused(options: dict[str, Any], why: str) -> None:
-    """Raises MespError if one of the options was given. `why` ends the message."""
     for name, value in options.items():
         if value not in (None, (), []) and value is not False:
             raise MespError(f"{name} {why}.")

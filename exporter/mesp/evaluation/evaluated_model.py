@@ -9,9 +9,9 @@ from mesp.adapters.weighted import WeightedAdapters
 from mesp.engine.process import Evaluator, Score, evaluator
 from mesp.errors import MespError
 
-AT_ONCE = 8  # texts that are written together
+AT_ONCE = 8
 
-Encode = Callable[..., list[int]]  # takes a text, and the keyword argument `add_special_tokens`
+Encode = Callable[..., list[int]]
 
 
 class EvaluatedModel:
@@ -24,7 +24,7 @@ class EvaluatedModel:
     ) -> None:
         self.engine, self.tokenizer, self.max_length = engine, tokenizer, max_length
         self.at_once = at_once
-        self.cut = 0  # the number of prompts that were cut
+        self.cut = 0
 
     @property
     def prefix_token(self) -> int:
@@ -41,7 +41,7 @@ class EvaluatedModel:
 
         White space at the end of the prompt moves to the continuation. The continuation's ids are
         those after the prompt's when both are encoded as one text. An empty prompt becomes
-        `prefix_token`. The encoder is `encode` or, if that is None, the tokenizer.
+        `prefix_token`.
         """
         kept = prompt.rstrip()
         continuation = prompt[len(kept) :] + continuation
@@ -53,10 +53,7 @@ class EvaluatedModel:
         return before, both[len(before) :]
 
     def scores(self, prompt: list[int], continuations: Sequence[list[int]]) -> list[Score]:
-        """Returns the score of each continuation of the prompt.
-
-        Raises MespError if a continuation has no tokens, or more than `max_length`.
-        """
+        """Raises MespError if a continuation has no tokens, or more than `max_length`."""
         longest = max(map(len, continuations))
         if not all(continuations):
             raise MespError(
@@ -88,8 +85,7 @@ class EvaluatedModel:
         """Returns the text that greedy decoding gives after each prompt. A text ends before the
         first occurrence of any of `stops`, or after `max_tokens` tokens.
 
-        `advance` is called after each text. Raises MespError if `max_tokens` leaves no room for a
-        prompt.
+        Raises MespError if `max_tokens` leaves no room for a prompt.
         """
         if max_tokens >= self.max_length:
             raise MespError(
@@ -132,6 +128,5 @@ def running_model(
     at_once: int = AT_ONCE,
     device: str | None = None,
 ) -> Iterator[EvaluatedModel]:
-    """Yields the model of `bundle` with `adapters`. Raises MespError if the engine fails."""
     with evaluator(bundle, adapters, device) as engine:
         yield EvaluatedModel(engine, tokenizer, max_length, at_once)

@@ -1,5 +1,3 @@
-"""Evaluates a bundle's model on lm-evaluation-harness's tasks."""
-
 from __future__ import annotations
 
 import logging
@@ -19,7 +17,7 @@ from mesp.errors import MespError
 from mesp.evaluation.evaluated_model import EvaluatedModel
 from mesp.evaluation.metrics import Metric, exponential, mean
 
-os.environ.setdefault("TQDM_DISABLE", "1")  # tqdm reads this when it is imported
+os.environ.setdefault("TQDM_DISABLE", "1")
 try:
     import datasets
     import lm_eval
@@ -35,13 +33,11 @@ datasets.disable_progress_bars()
 # The harness's own function runs git, which prints an error outside of a repository.
 lm_eval.evaluator.get_git_commit_hash = lambda: None
 
-DEFAULT_MAX_TOKENS = 256  # lm-evaluation-harness's default
+DEFAULT_MAX_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks to evaluate on, with options for the harness."""
-
     names: tuple[str, ...]
     include_path: Path | None = None
     num_fewshot: int | None = None
@@ -49,10 +45,7 @@ class Tasks:
     chat: bool = False
 
     def manager(self) -> TaskManager:
-        """Returns a manager of the harness's tasks and the tasks in `include_path`.
-
-        Raises MespError if the manager lacks one of `names`.
-        """
+        """Raises MespError if the manager lacks one of `names`."""
         include = None if self.include_path is None else str(self.include_path)
         manager = TaskManager(include_path=include)
         for name in self.names:
@@ -72,8 +65,8 @@ class HarnessModel(TemplateLM):
     ) -> None:
         super().__init__()
         self.model, self.tokenizer, self.advance = model, model.tokenizer, advance
-        self.kwargs = kwargs  # arguments of the chat template
-        self.special = True  # whether prompts get a begin token
+        self.kwargs = kwargs
+        self.special = True
 
     @property
     def eot_token_id(self) -> int:
@@ -90,7 +83,7 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        self.special = False  # the chat template writes the begin token
+        self.special = False
         return apply_template(
             self.tokenizer,
             chat_history,
@@ -111,8 +104,8 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Returns each continuation's log-likelihood, and whether greedy decoding would write it.
-        The continuations of one prompt are scored together.
+        """Returns each continuation's log-likelihood, and whether greedy decoding would
+        write it.
         """
         by_prompt: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
@@ -153,10 +146,6 @@ def run(
     manager: TaskManager,
     kwargs: Mapping[str, Any],
 ) -> tuple[list[Metric], dict[str, Any]]:
-    """Returns the tasks' metrics, and the harness's records of each document.
-
-    Raises MespError if a task cannot be run.
-    """
     if tasks.chat and not model.tokenizer.has_chat_template:
         raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
     try:
@@ -174,7 +163,7 @@ def run(
         raise
     except MespError as error:
         raise MespError(f"{', '.join(tasks.names)}: {error.message.rstrip('.')}.") from error
-    except Exception as error:  # a task's own YAML and Python can raise anything
+    except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise MespError(
             f"lm-evaluation-harness cannot run {', '.join(tasks.names)}: {reason}"
@@ -205,11 +194,6 @@ def _negated_exponential(value: float) -> float:
 
 
 def _metric(name: str, value: float, values: Sequence[Any], **known: Any) -> Metric:
-    """Returns a metric of the harness, with its `value` and the documents' `values`.
-
-    The documents' values are numbers, or pairs of a log-likelihood and its divisor. If no known
-    formula combines them to `value`, the metric has only `value`.
-    """
     try:
         columns = np.asarray(values, float)
     except (TypeError, ValueError):

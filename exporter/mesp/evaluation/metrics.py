@@ -1,5 +1,3 @@
-"""Metrics over records, and their confidence intervals."""
-
 from __future__ import annotations
 
 import math
@@ -33,8 +31,7 @@ def exponential(loss: float) -> float:
 def bootstrap(sums: np.ndarray, weights: np.ndarray, resamples: int, seed: int = 0) -> np.ndarray:
     """Returns Σ sums / Σ weights over n rows drawn with replacement, for each of `resamples` draws.
 
-    The result is float [resamples]. The draws depend only on n and `seed`, so two metrics of n rows
-    have the same draws.
+    The draws depend only on n and `seed`, so two metrics of n rows have the same draws.
     """
     n, random = len(sums), np.random.default_rng(seed)
     draws = (random.integers(n, size=n) for _ in range(resamples))
@@ -42,14 +39,13 @@ def bootstrap(sums: np.ndarray, weights: np.ndarray, resamples: int, seed: int =
 
 
 def interval(drawn: np.ndarray) -> tuple[float, float]:
-    """Returns the central 95% interval of a bootstrap's draws."""
     low, high = np.percentile(drawn, [2.5, 97.5]).tolist()
     return low, high
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of n records: `final`(Σ sums / Σ weights). Without sums, only `value` is known."""
+    """A metric of n records: `final`(Σ sums / Σ weights)."""
 
     name: str
     value: float
@@ -63,7 +59,6 @@ class Metric:
     def of(
         cls, name: str, sums: Sequence[float], weights: Sequence[float] | None = None, **others: Any
     ) -> Metric:
-        """Returns the metric of `sums` and `weights`. The weights are 1 by default."""
         given = np.asarray(sums, float), np.asarray([1] * len(sums) if weights is None else weights)
         metric = cls(name, math.nan, *given, **others)
         return replace(metric, value=metric.final(float(given[0].sum() / given[1].sum())))
@@ -76,10 +71,6 @@ class Metric:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A metric, or a difference of two, and the bounds of its 95% interval, or None without a
-    bootstrap.
-    """
-
     value: float
     low: float | None = None
     high: float | None = None
@@ -89,8 +80,7 @@ def compare(metrics: Sequence[Metric]) -> list[tuple[Estimate, Estimate | None]]
     """Returns each model's metric and, from the second model on, its difference from the first
     model.
 
-    `metrics` is one metric of several models on the same records. The bootstrap is paired: all
-    models are measured on the same draws of records.
+    The bootstrap is paired: all models are measured on the same draws of records.
     """
     first = metrics[0]
     n = 0 if first.sums is None else len(first.sums)

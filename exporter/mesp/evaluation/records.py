@@ -1,5 +1,3 @@
-"""The data of an evaluation: records of one of three kinds."""
-
 from __future__ import annotations
 
 import sys
@@ -28,8 +26,6 @@ class TextRecord:
 
 @dataclass(frozen=True)
 class ChoiceRecord:
-    """A prompt and its possible continuations. `answer` is the index of the right continuation."""
-
     where: str
     prompt: str
     choices: list[str]
@@ -38,8 +34,6 @@ class ChoiceRecord:
 
 @dataclass(frozen=True)
 class AnswerRecord:
-    """A prompt or a conversation, and the right answer to it."""
-
     where: str
     prompt: str | Conversation
     answer: str
@@ -52,8 +46,7 @@ def read_records(data: str, limit: int | None, ignored: tuple[str, ...] = ()) ->
     """Returns the first `limit` records of a file or, for ``-``, of JSON lines on standard input.
 
     A file of text is one record. All records must be of one kind. The `ignored` fields of records
-    and messages are left out. Raises MespError if there are no records, or if a record cannot be
-    used.
+    and messages are left out.
     """
     if data == "-":
         name, rows = "standard input", read_lines(sys.stdin.buffer, "standard input")

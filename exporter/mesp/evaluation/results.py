@@ -1,5 +1,3 @@
-"""The results of an evaluation, as a table and as JSON."""
-
 from __future__ import annotations
 
 import io
@@ -21,9 +19,7 @@ from mesp.formatting import decimal
 class Row:
     """A metric of a model.
 
-    `adapters` describes the model's adapters. It is None for the base model. `difference` is the
-    difference from the base model. It is None for the base model itself, and if the base model was
-    not measured.
+    `adapters` describes the model's adapters.
     """
 
     task: str | None
@@ -37,10 +33,7 @@ class Row:
 def make_rows(
     adapters: Sequence[str | None], metrics: Sequence[Sequence[Metric]]
 ) -> tuple[Row, ...]:
-    """Returns a row for each metric of each model. `adapters` has the models' names.
-
-    If the first model has no adapters, the other models are compared with the first.
-    """
+    """Returns a row for each metric of each model."""
     return tuple(
         Row(
             metric.task,
@@ -56,7 +49,6 @@ def make_rows(
 
 
 def format_table(found: Sequence[Row], width: int = 200) -> str:
-    """Returns the rows as a table that is at most `width` characters wide."""
     from rich.console import Console
     from rich.table import Table
 
@@ -102,11 +94,6 @@ def check_writable(path: Path) -> None:
 
 
 def write_results(path: Path, what: dict[str, Any], found: Sequence[Row], samples: Any) -> None:
-    """Writes the results as JSON: the entries of `what`, the ``results``, and each record's
-    results.
-
-    The entries of `what` tell what was evaluated.
-    """
     results = [
         {
             "task": row.task,

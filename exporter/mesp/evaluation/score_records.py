@@ -1,5 +1,3 @@
-"""Measures a model on records: on texts, choices, or answers."""
-
 from __future__ import annotations
 
 import math
@@ -23,8 +21,6 @@ from mesp.exact_match import canonical_json, exact_match, extract, f1
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """Options for prompts, and for writing and comparing answers."""
-
     # whether prompts use the chat template; if None, those of records with answers do, if there is
     # one
     chat: bool | None = None
@@ -32,8 +28,7 @@ class ScoringOptions:
     stops: tuple[str, ...] = ()
     pattern: re.Pattern[str] | None = None
     is_json: bool = False
-    split_special: bool = False  # whether special tokens in texts are encoded as ordinary text
-    # arguments of the chat template for records that have none
+    split_special: bool = False
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -46,9 +41,6 @@ def score_records(
     records: Sequence[Record],
     options: ScoringOptions,
 ) -> tuple[list[Metric], list[Sample]]:
-    """Returns the metrics of all records, and the model's results for each record. All records
-    must be of one kind.
-    """
     if isinstance(records[0], AnswerRecord):
         samples = _score_answers(model, advance, records, options)
         return _answer_metrics(samples), samples
@@ -77,9 +69,6 @@ def _column(samples: list[Sample], key: str) -> list[float]:
     return [float(sample[key]) for sample in samples]
 
 
-# Texts
-
-
 def _score_text(model: EvaluatedModel, record: TextRecord, options: ScoringOptions) -> Sample:
     encode = partial(encode_split, model.tokenizer) if options.split_special else None
     log_likelihood, tokens = model.log_likelihood(record.text, encode)
@@ -97,9 +86,6 @@ def _text_metrics(samples: list[Sample]) -> list[Metric]:
     ]
 
 
-# Choices
-
-
 def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: ScoringOptions) -> Sample:
     prompt = record.prompt
     encode = partial(encode_split, model.tokenizer) if options.split_special else None
@@ -112,8 +98,6 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
     pairs = [model.encode_pair(prompt, c, not options.chat, encode) for c in record.choices]
     scores = model.scores(pairs[0][0], [continuation for _, continuation in pairs])
     values = [score.log_likelihood for score in scores]
-    # acc_norm divides the log-likelihood by the number of the choice's characters, as in
-    # lm-evaluation-harness.
     by_length = [v / len(c.strip()) for v, c in zip(values, record.choices, strict=True)]
     chosen = [max(range(len(each)), key=each.__getitem__) for each in (values, by_length)]
     return {
@@ -125,10 +109,6 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
 
 
 def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: bool) -> list[int]:
-    """Returns the ids of `text`: the rendered `prompt`, with or without a choice after it.
-
-    Special tokens in the user's message and the choice are encoded as ordinary text.
-    """
     written = rendering.written(rendering.form.render(1, asks=True), prompt)
     choice = special_pattern(rendering.tokenizer).finditer(text, len(prompt.rstrip()))
     bounds = [*written, *(found.span() for found in choice)]
@@ -137,9 +117,6 @@ def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: b
 
 def _choice_metrics(samples: list[Sample]) -> list[Metric]:
     return [Metric.of(name, _column(samples, name)) for name in ("acc", "acc_norm")]
-
-
-# Answers
 
 
 def _score_answers(

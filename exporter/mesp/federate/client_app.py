@@ -1,5 +1,3 @@
-"""Flower's ClientApp, which runs a client's part of a round."""
-
 from __future__ import annotations
 
 import math
@@ -20,24 +18,14 @@ from mesp.federate.flower_messages import in_float32, to_numpy, to_record
 from mesp.federate.local_training import Client, Trained, train
 from mesp.runs.privacy import Steps, epsilon, gaussian_epsilon, noise_for
 
-# Keys of a --node-config: for noise on the client's answers, and for the client's name, bundle and
-# data.
 NOISE = ("clip", "epsilon", "delta")
 NODE = ("name", "bundle", "data")
-# Keys of a --node-config for DP-SGD in the client's training.
 PRIVATE = ("dp_clip", "dp_noise", "dp_delta")
 MOST_EPSILON = 1000
-# Keys of a client's state during a `flwr run`: the count of its answers with noise, and its DP-SGD
-# steps.
 KEPT, KEPT_STEPS = "privacy", "private-steps"
 
 
 def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
-    """Returns an app that trains as the client that `find` returns.
-
-    If the client cannot train, the reply is an error. With `tells`, the error has the reason, which
-    may name the client's files.
-    """
     app = ClientApp(mods=[in_float32, with_own_noise])
 
     @app.train()
@@ -98,9 +86,7 @@ def with_own_noise(
     """A mod of Flower that adds noise to a client's answer before it is sent.
 
     The noise protects a client that does not trust the server. `clip`, `epsilon` and `delta` come
-    from --node-config. `epsilon` is the ε of one answer. Two updates of norm at most `clip` differ
-    by at most 2 · `clip`, which is the sensitivity. The log has the ε of all answers in this `flwr
-    run` since the node started.
+    from --node-config. The log has the ε of all answers in this `flwr run` since the node started.
     """
     given = {name: context.node_config[name] for name in NOISE if name in context.node_config}
     if not given:

@@ -7,9 +7,8 @@ array, so few arrays save requests.
 A client gets the round's arrays and returns the trained arrays. With `freeze_a`, only each B is
 sent, because every client makes the same A from the run's seed.
 
-With `float32`, arrays are sent unrounded. With `bfloat16`, the server sends rounded arrays, and a
-client returns its rounded change. The server adds the change to its own float32 arrays. So rounding
-a large number loses no small update.
+With `bfloat16`, the server sends rounded arrays, and a client returns its rounded change. The
+server adds the change to its own float32 arrays.
 """
 
 from __future__ import annotations
@@ -77,22 +76,18 @@ def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, arch: Ar
 
 
 def select_exchanged(arrays: Arrays, freeze_a: bool) -> Arrays:
-    """Returns the matrices that are sent: with `freeze_a`, only each B."""
     return {name: each for name, each in arrays.items() if not freeze_a or name.endswith("lora_b")}
 
 
 def to_bfloat16(array: np.ndarray) -> np.ndarray:
     """Rounds finite float32 numbers to bfloat16, to nearest, ties to even. Returns the bits as
     uint16.
-
-    Neither NumPy nor Flower's messages have bfloat16.
     """
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """Returns float32 numbers from bfloat16's bits, uint16."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -126,7 +121,6 @@ def check_arrays(arrays: Arrays, expected: Arrays) -> None:
 
 
 def clip_update(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
-    """Returns `arrays`, with their change from `start` scaled down to a norm of at most `norm`."""
     added = {name: array.astype(np.float64) - start[name] for name, array in arrays.items()}
     # In float32, the squares of small numbers would underflow to 0.
     own = math.sqrt(sum(float(np.square(each).sum()) for each in added.values()))

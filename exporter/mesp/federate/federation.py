@@ -1,5 +1,3 @@
-"""A federation in a folder: the settings, the rounds, and the Flower app for real machines."""
-
 from __future__ import annotations
 
 import json
@@ -18,7 +16,6 @@ from mesp.files import create, read_object, read_settings, remove_link, sync, wr
 from mesp.settings.declaration import Setting, Settings, setting
 
 RECORD_NAME, STATE_NAME = "round.json", "strategy.npz"
-# Names of --strategy -> names of Flower's classes.
 STRATEGIES = {
     "fedavg": "FedAvg",
     "fedadam": "FedAdam",
@@ -32,8 +29,6 @@ STRATEGIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class FederationSettings(Settings):
-    """The settings of a federation, except for its bundle and its clients' training."""
-
     data: str = setting(
         str, MISSING, "Data to share out: a folder with a file a topic, or any data of mesp data.",
         metavar="FILE|DIR|NAME",
@@ -78,7 +73,6 @@ class FederationSettings(Settings):
     )  # fmt: skip
 
     def check(self) -> None:
-        """Raises MespError if a setting or a combination of settings cannot be used."""
         if self.noise is not None and self.clip is None:
             raise MespError("--noise needs --clip, the norm that it is a multiple of.")
         if self.noise is not None and 0 < self.noise < 1e-3:
@@ -98,8 +92,7 @@ TRAINING = {"steps": 10, "freeze_a": True}
 class Rounds:
     """The rounds in `folder`.
 
-    `training` are the clients' settings for mesp-engine. `evaluation` are the settings of a run
-    that only evaluates.
+    `training` are the clients' settings for mesp-engine.
     """
 
     folder: Path
@@ -112,16 +105,13 @@ class Rounds:
 
     @property
     def last(self) -> int | None:
-        """The number of the last complete round, or None if there is none."""
         found = (each.name for each in self.folder.glob("[0-9]*"))
         return max((int(name) for name in found if name.isdigit()), default=None)
 
     def records(self) -> list[dict[str, Any]]:
-        """Returns the records of all complete rounds, from round 0."""
         return [self.record(number) for number in range((self.last or 0) + 1)]
 
     def record(self, number: int) -> dict[str, Any]:
-        """Returns the record of a round. Raises MespError if the record cannot be read."""
         path = self.path(number) / RECORD_NAME
         try:
             return read_object(path)
@@ -129,7 +119,6 @@ class Rounds:
             raise MespError(f"{path} is missing or damaged; begin again elsewhere.") from error
 
     def arrays(self, number: int) -> Arrays:
-        """Returns the matrices of a round that are sent to clients."""
         arrays = read_arrays(self.path(number) / "adapters")
         return select_exchanged(arrays, self.training["freeze_a"])
 
@@ -138,9 +127,7 @@ class Rounds:
     ) -> dict[str, Any]:
         """Evaluates and saves the averaged matrices, and returns the round's record.
 
-        Without `arrays`, saves the initial matrices. `state` is the strategy's state, which a
-        resumed federation needs. The engine evaluates the matrices in a run without steps, which
-        also writes the adapters for mlx-lm and PEFT.
+        Without `arrays`, saves the initial matrices.
         """
         partial = self.folder / "partial"
         remove_link(partial)
@@ -192,7 +179,6 @@ class Federation:
 
     @property
     def training(self) -> dict[str, Any]:
-        """The clients' settings for mesp-engine that are not None."""
         return {n: self.options[n] for n in SETTINGS if self.options.get(n) is not None}
 
     @property
@@ -206,19 +192,14 @@ class Federation:
 
     @property
     def held_out(self) -> Path:
-        """The folder of held-out tokens that the server evaluates on."""
         return self.folder / "held-out"
 
     def client(self, number: int) -> Client:
-        """Returns the simulated client `number`, counted from 0."""
         name = f"client {number:0{len(str(self.options['clients'] - 1))}}"
         return Client(name, Path(self.options["bundle"]), self.folder / "clients" / name[7:])
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration that a client gets in each round, without the round's number. See
-        docs/federation.md.
-        """
         return {
             "model": str(read_manifest(Path(self.options["bundle"])).model),
             "exchange": self.options["exchange"],
@@ -259,9 +240,6 @@ output = {output}
 
 
 def write_app(federation: Federation) -> str:
-    """Writes the Flower app to the folder `app` of the federation's folder, and returns
-    instructions for it.
-    """
     folder = federation.folder / "app"
     with plain_os_errors(f"Cannot write {folder}"):
         folder.mkdir(exist_ok=True)

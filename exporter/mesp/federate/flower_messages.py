@@ -1,5 +1,3 @@
-"""Converts the matrices in Flower's messages to NumPy and between bfloat16 and float32."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,8 +12,7 @@ from mesp.federate.exchange import Arrays, pack, unpack
 def to_numpy(record: ArrayRecord) -> Arrays:
     """Returns the arrays of a record.
 
-    Raises MespError if an array is an archive, which NumPy would open. Raises NumPy's errors if an
-    array is not a NumPy file.
+    Raises MespError if an array is an archive, which NumPy would open.
     """
     arrays = {name: array.numpy() for name, array in record.items()}
     for name, array in arrays.items():

@@ -1,5 +1,3 @@
-"""A client's part of a round: a run of mesp-engine from the round's adapters."""
-
 from __future__ import annotations
 
 import json
@@ -19,7 +17,7 @@ from mesp.runs.log import LOG_NAME, RunLog
 from mesp.settings.declaration import list_settings
 from mesp.settings.train_settings import TrainSettings
 
-# The settings of a client's run that a server may set. None of them is a path.
+# The settings of a client's run that a server may set.
 SETTINGS = tuple(
     declared.key or name
     for name, declared in list_settings(TrainSettings).items()
@@ -31,8 +29,7 @@ SETTINGS = tuple(
 class Client:
     """A client of a federation.
 
-    `data` is a folder of tokens, or None for the bundle's own data. `privacy` are the client's own
-    settings of DP-SGD.
+    `data` is a folder of tokens, or None for the bundle's own data.
     """
 
     name: str
@@ -45,8 +42,7 @@ class Client:
 class Trained:
     """The result of a client's training in a round.
 
-    `targets` is the number of trained tokens in the loss. `examples` is the number of records that
-    DP-SGD draws from, or None without DP-SGD.
+    `targets` is the number of trained tokens in the loss.
     """
 
     arrays: Arrays
@@ -100,7 +96,6 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
 
 
 def run_engine(settings: dict[str, Any], timeout: float | None = None) -> RunLog:
-    """Runs mesp-engine, and returns the run's log. Raises MespError if the engine fails."""
     output = Path(settings["output"])
     path = output / "settings.json"
     with plain_os_errors(f"Cannot write to {output}"):
@@ -119,6 +114,5 @@ def run_engine(settings: dict[str, Any], timeout: float | None = None) -> RunLog
 
 
 def scale(settings: Mapping[str, Any]) -> float:
-    """Returns the scale of the adapters' product: alpha / rank or, with rsLoRA, alpha / √rank."""
     rank = settings["rank"]
     return float(settings["alpha"] / (math.sqrt(rank) if settings["rslora"] else rank))

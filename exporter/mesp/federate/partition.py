@@ -1,8 +1,7 @@
 """Divides data among the clients of a simulation.
 
 In a folder with a file for each topic, each training file is a topic. In other data, the train
-split is the only topic. Text files are divided into paragraphs. Records stay whole. Each client's
-share keeps the order of the data.
+split is the only topic. Text files are divided into paragraphs.
 """
 
 from __future__ import annotations
@@ -28,22 +27,17 @@ PARAGRAPH = "\n\n"
 
 @dataclass(frozen=True)
 class Unit:
-    """A record, or a paragraph of the text with the number `origin`. A unit is not divided."""
-
     origin: int
     record: AnyRecord
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How topics are divided: `iid`, `by-file`, or `dirichlet` with `alpha`."""
-
     kind: str
     alpha: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Partition:
-        """Parses the value of --split. Raises MespError if the value is invalid."""
         if text in ("iid", "by-file"):
             return cls(text)
         match = re.fullmatch(r"dirichlet:(\d+\.?\d*|\.\d+)", text)
@@ -59,10 +53,8 @@ def read_topics(
 ) -> tuple[dict[str, list[Unit]], list[AnyRecord]]:
     """Returns the units of each topic, and the held-out records.
 
-    `data` is a folder with one file for each topic, or any data that `mesp data` takes. `selection`
-    is the part of the data that is read. Test data is not used. Without a valid split, the fraction
-    `hold_out` at the end of each topic is held out. Raises MespError if the data cannot be read, or
-    if nothing can be held out.
+    `data` is a folder with one file for each topic, or any data that `mesp data` takes. Without a
+    valid split, the fraction `hold_out` at the end of each topic is held out.
     """
     selection = selection or Selection()
     topics, valid = _read_files(data, selection) or _read_splits(data, selection)

@@ -1,5 +1,3 @@
-"""Shows the progress of a federation's rounds on standard error."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -11,8 +9,6 @@ from mesp.formatting import decimal, megabytes, printable
 
 
 class RoundsProgress:
-    """Prints a line for each completed round. A terminal also shows the current round."""
-
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
         self.console = Console(stderr=True, highlight=False)
@@ -50,9 +46,6 @@ class RoundsProgress:
 
 
 def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> str:
-    """Returns a line about a round. If `before` is None, the line has only the round's number and
-    loss.
-    """
     loss = decimal(record["held_out_loss"], 3)
     if before is None:
         return f"round {record['round']}/{rounds}: held-out loss {loss}"
@@ -67,7 +60,6 @@ def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> 
 
 
 def privacy(record: dict[str, Any]) -> str:
-    """Returns the ε and δ of all rounds up to this round. Empty without noise."""
     if "epsilon" not in record:
         return ""
     return f", ε {decimal(record['epsilon'])} at δ {record['delta']:g} so far"

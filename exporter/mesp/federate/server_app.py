@@ -1,5 +1,3 @@
-"""Flower's ServerApp, which runs a federation's rounds."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,10 +23,9 @@ Show = Callable[[dict[str, Any]], None]
 
 
 def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None) -> None:
-    """Runs all missing rounds. Saves each round, and passes its record to `show`.
+    """Runs all missing rounds.
 
-    After `timeout` seconds, a round continues without clients that have not answered. If `timeout`
-    is None, there is no limit.
+    After `timeout` seconds, a round continues without clients that have not answered.
     """
     with locked(federation.folder, f"server is at work in {federation.folder}"):
         options, rounds = federation.options, federation.rounds
@@ -51,8 +48,7 @@ def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None)
                 record = rounds.save(number, arrays, report, state_of(inner))
             except MespError as error:
                 # Adapters that cannot be evaluated must not be trained further. So this round keeps
-                # the adapters of the round before. If evaluating these fails too, the error ends
-                # the rounds.
+                # the adapters of the round before.
                 arrays, before = rounds.arrays(number - 1), rounds.path(number - 1) / STATE_NAME
                 restore(inner, before)
                 report = report | {"discarded": error.message}
@@ -83,9 +79,6 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Serves the federation in the folder that the run's configuration names. Flower's SuperLink
-    runs this app.
-    """
     federation = Federation.read(Path(str(context.run_config["output"])))
     with RoundsProgress(federation.options["rounds"]) as report:
         timeout = federation.options["timeout"] + TO_ANSWER

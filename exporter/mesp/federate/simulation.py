@@ -1,15 +1,9 @@
-"""Simulates a federation on one machine, with Flower's simulation engine and a mesp-engine for each
-client.
-"""
-
 from __future__ import annotations
 
 import logging
 import os
 
-# The first three variables turn off telemetry and the check for updates. The last makes Ray leave
-# variables such as CUDA_VISIBLE_DEVICES as they are. All must be set before Flower and Ray are
-# imported.
+# All must be set before Flower and Ray are imported.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -28,10 +22,6 @@ from mesp.federate.server_app import Show, serve
 
 
 def simulate(federation: Federation, show: Show) -> None:
-    """Runs all missing rounds. Enough cores let several clients run at the same time.
-
-    Raises MespError if a round fails.
-    """
     failed: list[MespError] = []
     server = ServerApp()
 
@@ -47,7 +37,7 @@ def simulate(federation: Federation, show: Show) -> None:
     def find(context: Context) -> Client:
         return federation.client(int(context.node_config["partition-id"]))
 
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # `show` reports the rounds instead
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
     run_simulation(
         server,
         client_app(find, tells=True),

@@ -1,5 +1,3 @@
-"""Makes Flower's strategies from options, saves their state, and leaves out invalid answers."""
-
 from __future__ import annotations
 
 import inspect
@@ -29,16 +27,14 @@ from mesp.federate.flower_messages import to_numpy, to_record
 
 # The attributes with FedAdam's state, its moments.
 KEPT = ("m_t", "v_t")
-# A metric that is 1 for all clients. As the weight, it lets all clients count equally.
+# As the weight, it lets all clients count equally.
 ONE = "client"
 MOST_CHARACTERS = 500  # the longest name or reason that is shown
-HEADER = 256  # more bytes than NumPy's header of an array
-# A function that saves a round's adapters and report, and returns the adapters for the next round.
+HEADER = 256
 Keep = Callable[[int, Arrays, dict[str, Any]], Arrays]
 
 
 def make_strategy(options: dict[str, Any]) -> Strategy:
-    """Returns Flower's strategy with these options. Raises MespError if an option is invalid."""
     kind = getattr(strategy, STRATEGIES[options["strategy"]])
     given = dict(options["strategy_options"])
     numbers = {
@@ -87,9 +83,6 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
 
 
 def state_of(inner: Strategy) -> bytes | None:
-    """Returns a strategy's state between rounds. This is FedAdam's moments after its first round,
-    and None in all other cases.
-    """
     arrays = {
         f"{field}/{name}": array
         for field in KEPT
@@ -103,9 +96,7 @@ def state_of(inner: Strategy) -> bytes | None:
 
 
 def restore(inner: Strategy, path: Path) -> None:
-    """Restores a strategy's state from a file of `state_of`'s bytes. Without the file, clears the
-    state.
-    """
+    """Restores a strategy's state from a file of `state_of`'s bytes."""
     kept = dict(np.load(path)) if path.exists() else {}
     for field in KEPT:
         if hasattr(_innermost(inner), field):
@@ -122,9 +113,7 @@ class Screened(Strategy):
 
     A valid answer has metrics, and the matrices of the model with finite numbers of at most
     `exchange.MOST` in absolute value. `inner` gets float32 matrices. If `clip` is given, their
-    change is scaled down to a norm of at most `clip`. Clients with no valid answer are left out of
-    the round, and named in `report`. `first` is the number of rounds that were done before. `keep`
-    is called with the result of `inner`.
+    change is scaled down to a norm of at most `clip`.
     """
 
     def __init__(
@@ -212,10 +201,6 @@ class Screened(Strategy):
         return to_record(self.keep(number, arrays, self.report)), metrics
 
     def _screened(self, reply: Message) -> Message:
-        """Returns an answer reduced to float32 matrices and metrics.
-
-        Raises MespError or any other error if the answer is invalid.
-        """
         metrics = reply.content["metrics"]
         targets, loss = metrics["num-examples"], metrics["loss"]
         footprint = metrics["footprint-bytes"]
@@ -241,7 +226,6 @@ class Screened(Strategy):
         if self.clip is not None:
             arrays = clip_update(arrays, self.sent, self.clip)
         kept = {"num-examples": targets, "loss": loss, "footprint-bytes": footprint, ONE: 1}
-        # The matrices of every answer are put into the same order.
         arrays = {name: arrays[name] for name in self.sent}
         content = {"arrays": to_record(arrays), "metrics": MetricRecord(kept)}
         reply.content = RecordDict(content)

@@ -1,5 +1,3 @@
-"""The description of a model's blocks, in one form for all families."""
-
 from __future__ import annotations
 
 import math
@@ -63,9 +61,9 @@ class Architecture:
     hf_prefix: str
     biases: tuple[str, ...]
     mixers: tuple[Mixer, ...]
-    layers: tuple[int, ...]  # index in `mixers`, by block
+    layers: tuple[int, ...]
     mlps: tuple[MLP, ...]
-    mlp_layers: tuple[int, ...]  # index in `mlps`, by block
+    mlp_layers: tuple[int, ...]
     hf_modules: Modules = ()
     per_layer: PerLayerEmbedding | None = None
 
@@ -144,10 +142,7 @@ class Architecture:
 
     @classmethod
     def from_manifest(cls, entry: dict[str, Any]) -> Architecture:
-        """Returns the architecture of a manifest's entry, the inverse of `to_manifest`.
-
-        Raises ValueError, TypeError or KeyError if the entry is damaged.
-        """
+        """Raises ValueError, TypeError or KeyError if the entry is damaged."""
         return cls(
             **{
                 **entry,
@@ -222,7 +217,6 @@ class Architecture:
 
     @property
     def has_experts(self) -> bool:
-        """Whether some block has experts."""
         return any(mlp.experts for mlp in self.mlps)
 
     @property
@@ -233,7 +227,6 @@ class Architecture:
 
     @property
     def kinds(self) -> tuple[Block, ...]:
-        """The distinct blocks, in order of first occurrence."""
         return tuple(dict.fromkeys(self.blocks))
 
     @property
@@ -247,8 +240,6 @@ class Architecture:
 
     @property
     def modules(self) -> list[str]:
-        """The names of the linear layers that can have adapters, in all blocks, without
-        duplicates."""
         return list(dict.fromkeys(name for block in self.kinds for name in block.modules))
 
     @property
@@ -283,11 +274,9 @@ class Architecture:
 
     @property
     def is_tied_in_mlx_lm(self) -> bool:
-        """Whether mlx-lm ties the head to the embedding."""
         return self.tie_word_embeddings and FAMILIES[self.model_type].mlx_ties
 
     def first(self, count: int) -> Architecture:
-        """Returns the architecture with only the first `count` blocks."""
         kept = self.blocks[:count]
         mixers = tuple(dict.fromkeys(block.mixer for block in kept))
         mlps = tuple(dict.fromkeys(block.mlp for block in kept))
@@ -308,7 +297,6 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters in the model, with a tied head counted once."""
         tables = 1 if self.tie_word_embeddings else 2
         ends = (tables * self.vocab_size + 1) * self.hidden_size
         ends += sum(rows * columns for rows, columns in self.per_layer_shapes.values())
@@ -351,7 +339,6 @@ class Architecture:
 
     @property
     def embedding_columns(self) -> dict[str, int]:
-        """The number of columns of each matrix outside of the blocks, by name."""
         columns = {"model.embed_tokens": self.hidden_size}
         columns |= {} if self.tie_word_embeddings else {"lm_head": self.hidden_size}
         return columns | {name: size for name, (_, size) in self.per_layer_shapes.items()}
@@ -359,8 +346,6 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a model: a mixer and an MLP."""
-
     arch: Architecture
     mixer: Mixer
     mlp: MLP
@@ -392,7 +377,6 @@ class Block:
         return shapes
 
     def projections(self) -> dict[str, Rows]:
-        """Returns the rows of each projection (`q`, …, `down`) in its module."""
         hidden = self.arch.hidden_size
         shapes = self.mixer.shapes(hidden) | self.mlp.shapes(hidden)
         shapes |= self.arch.per_layer.shapes(hidden) if self.arch.per_layer else {}
@@ -414,7 +398,6 @@ class Block:
         return sizes
 
     def biases(self) -> dict[str, int]:
-        """Returns the sizes of the biases, by module."""
         return {name: out for name, (out, _) in self.sizes().items() if name in self.arch.biases}
 
     def norms(self) -> dict[str, int]:
@@ -437,7 +420,6 @@ class Block:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts, or 0 without experts."""
         return self.mlp.experts.num_experts if self.mlp.experts else 0
 
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -474,7 +456,6 @@ class Block:
         }
 
     def lora_size(self, rank: int) -> int:
-        """Returns the number of LoRA parameters for `rank`."""
         shapes = self.adapted().values()
         return rank * sum(math.prod(stack) * (out + inp) for *stack, out, inp in shapes)
 
@@ -486,7 +467,7 @@ class Block:
         return weights + vectors + sum(self.norms().values()) + sum(self.biases().values())
 
     def within(self, length: int) -> Block:
-        """Returns the block for sequences of `length` tokens. See `AttentionMixer.within`."""
+        """Returns the block for sequences of `length` tokens."""
         return replace(self, mixer=self.mixer.within(length))
 
 

@@ -1,5 +1,3 @@
-"""Completes, checks and converts a Hugging Face config.json."""
-
 from __future__ import annotations
 
 import json
@@ -36,10 +34,9 @@ _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 def complete(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a config.json with only the keys that transformers reads for its class, and with the
-    class's defaults. RoPE is in the keys of transformers and of mlx-lm.
+    class's defaults.
 
-    Raises MespError if the architecture, or a value of a key, is not supported. Raises KeyError,
-    ValueError or other errors if the config.json is invalid.
+    Raises MespError if the architecture, or a value of a key, is not supported.
     """
     config = plain_json(config)
     model_type = config.get("model_type")
@@ -75,10 +72,6 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _period(types: Sequence[str]) -> int | None:
-    """Returns n if each n-th layer has full attention and the others have none, or None.
-
-    mlx-lm reads this number instead of `layer_types`.
-    """
     full = [number for number, each in enumerate(types, 1) if each == "full_attention"]
     period = full[0] if full else len(types) + 1
     return period if full == [*range(period, len(types) + 1, period)] else None
@@ -88,8 +81,7 @@ def _read_keys(config: dict[str, Any], model_type: str) -> tuple[dict[str, Any],
     """Returns the values of a config.json that transformers reads, and the keys of the class with
     their defaults.
 
-    The class of a multimodal model is that of its text model, with its keys in `text_config`. Keys
-    that no class has, such as the quantization, are kept from both places.
+    The class of a multimodal model is that of its text model, with its keys in `text_config`.
     """
     texts, text, name = FAMILIES[model_type].texts, config, model_type
     if texts and model_type not in texts:
@@ -122,8 +114,7 @@ def _complete_rope(config: dict[str, Any], keys: dict[str, Any]) -> dict[str, An
     """Returns a config.json with complete `rope_parameters`, for each layer type if the class has
     them so, and with RoPE in mlx-lm's keys.
 
-    `rope_scaling` replaces `rope_parameters`. A value in these dictionaries comes before the same
-    key outside of them.
+    `rope_scaling` replaces `rope_parameters`.
     """
     scaling, rope = config.pop("rope_scaling", None), config.pop("rope_parameters", None)
     rope = keys["rope_parameters"] if rope is None else rope
@@ -157,7 +148,6 @@ def _complete_rope(config: dict[str, Any], keys: dict[str, Any]) -> dict[str, An
 
 
 def _for_mlx_lm(rope: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys beside `rope_parameters` with the same RoPE."""
     scaling = None if rope["rope_type"] == "default" else rope
     return {"rope_scaling": scaling} | {key: rope[key] for key in _ROPE if key in rope}
 
@@ -184,7 +174,6 @@ def _complete_rope_of(
 
 
 def plain_json(value: Any) -> Any:
-    """Returns a JSON value with {"__float__": "Infinity"} and the like replaced by numbers."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in _NUMBERS:
             return _NUMBERS[value["__float__"]]
@@ -193,15 +182,10 @@ def plain_json(value: Any) -> Any:
 
 
 def check_numbers(config: dict[str, Any]) -> None:
-    """Raises ValueError if the value of a key in `_POSITIVE` is not a positive number. The value 0
-    counts as missing.
-    """
     refuse_unsound({key: is_positive(config[key]) for key in _POSITIVE if config.get(key)})
 
 
 def _check_scaling(scaling: dict[str, Any], key: str) -> None:
-    """Raises MespError if RoPE's scaling has an unknown type, or a key that this type does not
-    use."""
     kind = type_of(scaling)
     if kind not in SCALINGS:
         raise unsupported(key, scaling)
@@ -243,8 +227,7 @@ def find_positions(config: dict[str, Any]) -> int | None:
     """Returns the number of positions that a model was trained for, or None if config.json lacks
     it.
 
-    `config` is a complete config.json. With YaRN, the result is at least the original number times
-    YaRN's factor.
+    With YaRN, the result is at least the original number times YaRN's factor.
     """
     most = config.get("max_position_embeddings")
     if type(most) is not int or most < 1:
@@ -259,8 +242,7 @@ def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
     """Returns a bundle's config.json, changed so that mlx-lm computes sequences of `length` tokens
     correctly.
 
-    mlx-lm uses LongRoPE's long factors for any length. Raises MespError if mlx-lm ignores a key
-    whose value matters.
+    Raises MespError if mlx-lm ignores a key whose value matters.
     """
     config = dict(config)
     scaling = config.get("rope_scaling") or {}
@@ -293,7 +275,6 @@ def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def unsupported(key: str, value: object) -> MespError:
-    """Returns the error for an unsupported value in a config.json."""
     said = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return MespError(
         f"The model's config.json sets {key} to {said}, which is not supported; take a model "

@@ -1,5 +1,3 @@
-"""The supported families of models, and the properties of each `model_type`."""
-
 from __future__ import annotations
 
 import json
@@ -14,7 +12,6 @@ import mlx.core as mx
 from mesp.models.mixers import Modules
 from mesp.models.mlps import Experts
 
-# Pairs of a linear layer's name and the projections that it computes, in the order of its rows.
 SEPARATE_ATTENTION: Modules = (
     ("self_attn.q_proj", ("q",)),
     ("self_attn.k_proj", ("k",)),
@@ -58,7 +55,6 @@ NO_LIMITS = [0.0, 1e38]
 
 
 def short(module: str) -> str:
-    """Returns the short name of a module, such as `q` of ``self_attn.q_proj``."""
     return module.split(".")[-1].removesuffix("_proj")
 
 
@@ -70,10 +66,9 @@ TRAINABLE = (
 )  # fmt: skip
 
 
-# The factor of the embedding: 1, √hidden_size, or √hidden_size rounded to bfloat16.
 EmbeddingFactor = Literal["one", "root", "rounded_root"]
 
-# transformers' names of activations -> MeSP's names. Several names have the same formula.
+# Several names have the same formula.
 ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu"),
@@ -82,27 +77,22 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Family:
-    """The properties that a ``model_type`` implies. All others are in the config.json."""
-
     attention: Modules = SEPARATE_ATTENTION
     mlp: Modules = SEPARATE_MLP
-    biases: tuple[str, ...] = ()  # modules that always have a bias
+    biases: tuple[str, ...] = ()
     qk_norm: bool = False
     v_norm: bool = False
-    experts: Experts | None = None  # the experts' properties, without the sizes in config.json
-    beside_experts: Modules = ()  # the linear layers of an MLP that runs beside the experts
-    per_layer: Modules = ()  # the linear layers of per-layer embeddings
+    experts: Experts | None = None
+    beside_experts: Modules = ()
+    per_layer: Modules = ()
     output_gate: bool = False
     post_norms: bool = False
-    # the number to add to a norm's weight in a checkpoint, except for Gated DeltaNet's norm
     norm_offset: int = 0
-    # MeSP's names of modules -> their names in checkpoints, if the names differ.
     names: dict[str, str] = field(default_factory=dict)
     # The `model_type`s that the text part of a multimodal model may have.
     texts: tuple[str, ...] = ()
-    mlx_type: str | None = None  # mlx-lm's `model_type`, if it differs from Hugging Face's
-    # Whether mlx-lm shares the embedding with the head of a tied model. Otherwise mlx-lm copies the
-    # embedding to the head.
+    mlx_type: str | None = None
+    # Whether mlx-lm shares the embedding with the head of a tied model.
     mlx_ties: bool = True
     # Linear layers of Hugging Face's checkpoints that have other names than MeSP's, or that stack
     # several of MeSP's layers in equal parts. `hf_experts` has such layers for experts' matrices.
@@ -111,11 +101,10 @@ class Family:
     mlx_prefix: str = "model"  # the prefix of `.layers` in adapters for mlx-lm
     hf_prefix: str = "model"
     activation: str = "silu"
-    full_every: float = 1  # the interval of layers with full attention; inf: no such layers
+    full_every: float = 1
     other_layers: str = "sliding_attention"  # the type of the other layers in `layer_types`
     has_no_rope_layers: bool = False
     embedding_factor: EmbeddingFactor = "one"
-    # keys of VARIANTS that the family supports, or `partial_rotary_factor` in every RoPE
     takes: tuple[str, ...] = ()
     # values that the class sets, whatever config.json says
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -126,14 +115,11 @@ class Family:
     def is_plain(self) -> bool:
         """Whether every block consists of attention and one MLP that the standard keys of
         config.json describe.
-
-        The app reads such a config.json without this package.
         """
         special = (self.read, self.experts, self.per_layer, self.v_norm, self.hf_modules)
         return not any(special) and self.other_layers == "sliding_attention"
 
     def embedding_scale(self, hidden: int) -> float:
-        """Returns the embedding's factor in a model with this hidden size."""
         root = math.sqrt(hidden)
         rounded = mx.array(root, mx.bfloat16).item()
         return {"one": 1.0, "root": root, "rounded_root": rounded}[self.embedding_factor]
@@ -163,9 +149,7 @@ def _read_lfm2_moe(config: dict[str, Any]) -> dict[str, Any]:
 def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
     """Returns LFM3's RoPE, norm ε and layers in the standard keys.
 
-    The published config.json gives the RoPE of full attention the type "default". With this type,
-    the frequencies would be those of half a head. Liquid AI's own code rotates half of the pairs,
-    with the frequencies of a whole head.
+    Liquid AI's own code rotates half of the pairs, with the frequencies of a whole head.
     """
     found = {"rms_norm_eps": config["norm_eps"]}
     if not config.get("layer_types"):
@@ -207,11 +191,6 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns Gemma 4's attention scale, layers, and the head size of full attention.
-
-    transformers 5 may state this head size in `per_layer_config`. The last layer always has full
-    attention.
-    """
     types = config.get("layer_types") or [
         "sliding_attention" if (i + 1) % 6 else "full_attention"
         for i in range(config["num_hidden_layers"])
@@ -232,10 +211,6 @@ def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_several(text: Family, *names: str, **changes: Any) -> Family:
-    """Returns the family of multimodal models whose text part is of the family `text`.
-
-    `names` are the `model_type`s that the text part may have.
-    """
     return replace(
         text,
         texts=names,
@@ -246,7 +221,6 @@ def _in_several(text: Family, *names: str, **changes: Any) -> Family:
 
 
 def _read_minicpm(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns MiniCPM's scaling factors under Granite's names."""
     return {
         "embedding_multiplier": config["scale_emb"],
         "residual_multiplier": config["scale_depth"] / math.sqrt(config["num_hidden_layers"]),
@@ -338,7 +312,7 @@ _QWEN3_5_MOE = replace(
     },
 )
 # For each class of transformers, the keys that it reads, with their defaults
-# (tools/class_defaults.py). "=KEY" marks another name of KEY.
+# (tools/class_defaults.py).
 CLASSES: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("classes.json").read_text(encoding="utf-8")
 )
@@ -465,7 +439,6 @@ VARIANTS = {
     "num_global_key_value_heads": None,
 }
 
-# Other known models, by `model_type`, each with the reason why MeSP cannot train it.
 LACKING = {
     **dict.fromkeys(
         ("olmo2", "olmo3"),

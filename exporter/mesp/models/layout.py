@@ -1,5 +1,3 @@
-"""The layout of the arrays of a weight file. docs/formats.md describes the file format."""
-
 from __future__ import annotations
 
 import math
@@ -26,8 +24,8 @@ DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # the dtype in which a device 
 
 Array = tuple[str, tuple[int, ...], str]  # name, shape and dtype of an array
 
-# Arrays that are float32 in every bundle. A_log is exponentiated, which enlarges rounding
-# errors. Rounding the experts' bias may change which experts are chosen. The others are small.
+# Arrays that are float32 in every bundle. A_log is exponentiated, which enlarges rounding errors.
+# Rounding the experts' bias may change which experts are chosen.
 KEPT_WIDE = (
     "linear_attn.A_log", "mamba.A_log", "mamba.dt_bias", "mamba.D", "feed_forward.expert_bias",
 )  # fmt: skip
@@ -37,8 +35,7 @@ KEPT_WIDE = (
 class ArraySpec:
     """An array's name, place, shape and dtype in a weight file.
 
-    `offset` and `stride` count 32-bit words. `stride` is the distance between the starts of two
-    successive stacked matrices. It is None for an array that is not stacked.
+    `stride` is the distance between the starts of two successive stacked matrices.
     """
 
     name: str
@@ -49,14 +46,10 @@ class ArraySpec:
 
     @property
     def words(self) -> int:
-        """The number of words of the array or, for stacked matrices, of one matrix."""
         shape = self.shape if self.stride is None else self.shape[1:]
         return math.ceil(math.prod(shape) * DTYPES[self.dtype].size / 4)
 
     def is_within(self, words: int) -> bool:
-        """Returns whether the array fits in a file of `words` words and its stacked matrices do not
-        overlap.
-        """
         if self.stride is None:
             return self.offset + self.words <= words
         apart = type(self.stride) is int and self.words <= self.stride
@@ -85,7 +78,6 @@ class ArraySpec:
         return stacked[:, : math.prod(self.shape[1:])].reshape(self.shape)
 
     def pieces(self, words: mx.array) -> Iterator[Piece]:
-        """Yields the whole array or, for stacked matrices, one matrix after another."""
         array = self.view(words)
         if self.stride is None:
             yield self.name, 0, array
@@ -99,17 +91,12 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """The arrays of a weight file and its length in 32-bit words."""
-
     words: int
     arrays: tuple[ArraySpec, ...]
 
     @classmethod
     def of(cls, arrays: Iterable[Array], stacked: Iterable[Array] = (), count: int = 0) -> Layout:
-        """Lays out `arrays` (name, shape, dtype) one after another.
-
-        The arrays `stacked` follow, once for each of `count` experts.
-        """
+        """Lays out `arrays` (name, shape, dtype) one after another."""
         specs, offset = [], 0
 
         def add(arrays: Iterable[Array]) -> Iterator[ArraySpec]:
@@ -144,7 +131,6 @@ class Layout:
         return {"words": self.words, "arrays": [a.to_json() for a in self.arrays]}
 
     def unpack(self, words: mx.array) -> dict[str, mx.array]:
-        """Returns the arrays in `words` (uint32 [self.words]), as views of the same memory."""
         return {spec.name: spec.view(words) for spec in self.arrays}
 
 
@@ -156,7 +142,6 @@ def norm_dtype(arch: Architecture, dtype: str) -> str:
 
 
 def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype: str) -> Layout:
-    """Returns the layout of a block's weights. docs/formats.md lists the names of the arrays."""
     of_norms = norm_dtype(block.arch, dtype)
     arrays: list = [(name, (size,), of_norms) for name, size in block.norms().items()]
     arrays += [
@@ -201,6 +186,5 @@ def per_layer_layout(
     return Layout.of(arrays)
 
 
-# (array name, index of the first row, rows). Row numbers continue from one stacked matrix to the
-# next.
+# (array name, index of the first row, rows).
 Piece = tuple[str, int, mx.array]

@@ -1,37 +1,32 @@
-"""The mixers: the parts of a block that mix tokens."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-# (linear layer, projections that it computes) pairs
 Modules = tuple[tuple[str, tuple[str, ...]], ...]
-Shape = tuple[int, int]  # (outputs, inputs) of a projection
+Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class AttentionMixer:
-    """Attention, with or without a sliding window."""
-
     type: ClassVar[str] = "attention"
-    out: ClassVar[str] = "o"  # the name of the output projection
+    out: ClassVar[str] = "o"
 
     modules: Modules
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     qk_norm: bool
-    output_gate: bool  # whether q_proj also computes a gate for each head's output
+    output_gate: bool
     attention_scale: float
     attn_logit_softcapping: float | None
     # RoPE's frequencies in radians per position, one for each pair of dimensions. Dimensions beyond
     # these pairs are not rotated, nor is a pair with frequency 0. An empty tuple means no RoPE.
     frequencies: tuple[float, ...]
     rope_scale: float = 1.0  # multiplies the rotated part of q and k
-    sliding_window: int | None = None  # a query at t sees the keys t - window + 1 … t
-    v_norm: bool = False  # whether v goes through an RMSNorm without a weight
+    sliding_window: int | None = None
+    v_norm: bool = False
     # The index of the block whose keys and values this block uses. None: this block computes its
     # own.
     keys_of: int | None = None
@@ -54,7 +49,6 @@ class AttentionMixer:
         return replace(self, sliding_window=None) if unlimited else self
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of the mixer's projections."""
         heads = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         queries = 2 * heads if self.output_gate else heads
@@ -68,16 +62,13 @@ class AttentionMixer:
         return f"{own}g" if self.head_gate else own
 
     def norms(self) -> dict[str, int]:
-        """Returns the length of each norm's weight, by the weight's name."""
         normed = [each for each in "qk" if self.qk_norm and each in self._projections]
         return {f"self_attn.{each}_norm.weight": self.head_dim for each in normed}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns an empty dictionary: all weights are in linear layers or in `norms`."""
         return {}
 
     def check(self) -> None:
-        """Raises an exception if a field has an impossible value."""
         sizes = [self.num_attention_heads, self.num_key_value_heads, self.head_dim]
         sizes += [] if self.sliding_window is None else [self.sliding_window]
         cap = self.attn_logit_softcapping
@@ -113,7 +104,7 @@ class GatedDeltaNet:
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
-    kernel_size: int  # the width of the convolution in tokens
+    kernel_size: int
 
     def within(self, length: int) -> GatedDeltaNet:
         """Returns the mixer itself, because no field depends on the sequence length."""
@@ -121,16 +112,13 @@ class GatedDeltaNet:
 
     @property
     def conv_dim(self) -> int:
-        """The number of channels of the convolution: those of q, k and v."""
         return 2 * self.num_key_heads * self.key_head_dim + self.values
 
     @property
     def values(self) -> int:
-        """The total size of the value heads' outputs."""
         return self.num_value_heads * self.value_head_dim
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of the mixer's projections."""
         outputs = {"qkv": self.conv_dim, "z": self.values}
         outputs |= {"b": self.num_value_heads, "a": self.num_value_heads}
         return {name: (out, hidden) for name, out in outputs.items()} | {
@@ -138,7 +126,6 @@ class GatedDeltaNet:
         }
 
     def norms(self) -> dict[str, int]:
-        """Returns an empty dictionary: the norm's weight is in `vectors`."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -153,7 +140,6 @@ class GatedDeltaNet:
         return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
     def check(self) -> None:
-        """Raises an exception if a field has an impossible value."""
         sizes = (
             self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim,
             self.kernel_size,
@@ -175,18 +161,16 @@ class ShortConvolution:
     out: ClassVar[str] = "out"
 
     modules: Modules
-    kernel_size: int  # the width of the convolution in tokens
+    kernel_size: int
 
     def within(self, length: int) -> ShortConvolution:
         """Returns the mixer itself, because no field depends on the sequence length."""
         return self
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of the mixer's projections."""
         return {"in": (3 * hidden, hidden), "out": (hidden, hidden)}
 
     def norms(self) -> dict[str, int]:
-        """Returns an empty dictionary: the mixer has no norms."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -194,7 +178,6 @@ class ShortConvolution:
         return {"conv.conv.weight": (hidden, self.kernel_size)}
 
     def check(self) -> None:
-        """Raises ValueError if a field has an impossible value."""
         refuse_unsound(
             {
                 "kernel_size": is_size(self.kernel_size),
@@ -217,10 +200,10 @@ class Mamba2Mixer:
     modules: Modules
     num_heads: int
     head_dim: int
-    num_groups: int  # groups of heads; the heads of a group share B and C
-    state_size: int  # the size of B, and of C, in each group
-    kernel_size: int  # the width of the convolution in tokens
-    norm_eps: float  # the ε of the output's norm
+    num_groups: int
+    state_size: int
+    kernel_size: int
+    norm_eps: float
 
     def within(self, length: int) -> Mamba2Mixer:
         """Returns the mixer itself, because no field depends on the sequence length."""
@@ -228,21 +211,17 @@ class Mamba2Mixer:
 
     @property
     def values(self) -> int:
-        """The total size of the heads' outputs."""
         return self.num_heads * self.head_dim
 
     @property
     def conv_dim(self) -> int:
-        """The number of channels of the convolution: those of x, B and C."""
         return self.values + 2 * self.num_groups * self.state_size
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of the mixer's projections."""
         outputs = self.values + self.conv_dim + self.num_heads
         return {"in": (outputs, hidden), "out": (hidden, self.values)}
 
     def norms(self) -> dict[str, int]:
-        """Returns an empty dictionary: the norm's weight is in `vectors`."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -259,7 +238,6 @@ class Mamba2Mixer:
         return {f"mamba.{name}": shape for name, shape in shapes.items()}
 
     def check(self) -> None:
-        """Raises an exception if a field has an impossible value."""
         sizes = (
             self.num_heads, self.head_dim, self.num_groups, self.state_size, self.kernel_size,
         )  # fmt: skip
@@ -280,10 +258,6 @@ _TYPES = {
 
 
 def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:
-    """Returns the mixer that a manifest entry describes.
-
-    Raises ValueError, TypeError or KeyError if the entry has the wrong form.
-    """
     fields = {**entry, "modules": modules_from_manifest(entry["modules"])}
     if "frequencies" in fields:
         fields["frequencies"] = tuple(fields["frequencies"])
@@ -291,35 +265,28 @@ def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:
 
 
 def modules_from_manifest(entry: list[list]) -> Modules:
-    """Converts a JSON list of pairs to `Modules`."""
     return tuple((name, tuple(computes)) for name, computes in entry)
 
 
 def projections_of(modules: Modules) -> Iterator[str]:
-    """Returns the projections that the modules compute, in order."""
     return (name for _, computes in modules for name in computes)
 
 
-# The bounds of numbers: float32's smallest normal number, and less than 2⁶³.
 NUMBERS = (2.0**-126, 2.0**63)
-# The largest width of a layer.
 WIDTH = 1 << 20
 
 
 def is_size(value: Any) -> bool:
-    """Returns whether a value is a valid count."""
     return type(value) is int and 0 < value < 1 << 31
 
 
 def is_positive(value: Any) -> bool:
-    """Returns whether a value is a number within `NUMBERS`."""
     if type(value) not in (int, float) or not NUMBERS[0] <= value < NUMBERS[1]:
         return False
     return float(value) < NUMBERS[1]  # an integer may round up to the bound
 
 
 def refuse_unsound(checks: dict[str, Any]) -> None:
-    """Raises ValueError with the name of the first failed check."""
     for what, is_sound in checks.items():
         if not is_sound:
             raise ValueError(f"its {what} cannot be used")

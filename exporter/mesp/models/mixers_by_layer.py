@@ -1,5 +1,3 @@
-"""The mixer of each layer of a model, from its config.json."""
-
 from __future__ import annotations
 
 import math
@@ -20,7 +18,6 @@ from mesp.models.rope_scaling import rope_frequencies
 
 
 def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
-    """Returns the mixer of each layer, as transformers builds it from the same config.json."""
     count, family = config["num_hidden_layers"], FAMILIES[config["model_type"]]
     every = next((config[key] for key in PERIODS if config.get(key)), family.full_every)
     types = config.get("layer_types") or [
@@ -40,7 +37,7 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
                 f"{count} blocks; take an unchanged config.json."
             )
     # Each of the last `num_kv_shared_layers` blocks takes its keys and values from an earlier
-    # block. That block is the last one of the same type that computes its own keys and values.
+    # block.
     owners = types[: max(count - (config.get("num_kv_shared_layers") or 0), 0)]
     if lacking := set(types) - set(owners):
         raise MespError(

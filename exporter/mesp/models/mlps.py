@@ -1,5 +1,3 @@
-"""The parts of a block that process each token separately."""
-
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
@@ -15,7 +13,7 @@ from mesp.models.mixers import (
     refuse_unsound,
 )
 
-MOST_EXPERTS = 1 << 12  # the largest number of experts in a block
+MOST_EXPERTS = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Experts:
     """
 
     router: str  # the name of the linear layer [num_experts, hidden] that is the router
-    matrices: str  # the prefix of the names of the stacked matrices
+    matrices: str
     # the function that computes the scores s from the router's output: "softmax" or "sigmoid"
     scores: str
     # The name of a bias that is added to the scores for the choice of experts only.
@@ -40,32 +38,26 @@ class Experts:
     intermediate_size: int = 0
     scaling: float = 1.0
     mlp_gate: str | None = None  # the name of the linear layer [1, hidden] that is g
-    trained: bool = False  # whether the experts' matrices have adapters
+    trained: bool = False
 
     def stacked(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shape of one expert's matrices, by the names of the stacked matrices."""
         inner = (self.intermediate_size, hidden)
         shapes = {"gate_proj": inner, "up_proj": inner, "down_proj": inner[::-1]}
         return {f"{self.matrices}.{name}": shape for name, shape in shapes.items()}
 
     def hf_modules(self) -> Modules:
-        """Returns the names of the experts' parameters in transformers, each with the stacked
-        matrices that it contains."""
         gate, up, down = self.stacked(0)
         experts = f"{self.matrices.rpartition('.')[0]}.experts"
         return ((f"{experts}.gate_up_proj", (gate, up)), (f"{experts}.down_proj", (down,)))
 
     def linears(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of the router and, if the model has one, of g."""
         gate = {} if self.mlp_gate is None else {self.mlp_gate: (1, hidden)}
         return {self.router: (self.num_experts, hidden)} | gate
 
     def vectors(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the weights outside of linear layers."""
         return {} if self.bias is None else {self.bias: (self.num_experts,)}
 
     def check(self) -> None:
-        """Raises ValueError if a field has an impossible value."""
         names = (self.router, self.matrices, self.bias or "", self.mlp_gate or "")
         sizes = (self.num_experts, self.num_experts_per_tok, self.intermediate_size)
         refuse_unsound(
@@ -83,18 +75,16 @@ class Experts:
 class MLP:
     """down(act(gate(x)) ∘ up(x)), a mixture of experts, or the sum of both."""
 
-    modules: Modules  # empty if there are only experts
+    modules: Modules
     intermediate_size: int  # 0 if there are only experts
     experts: Experts | None = None
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of the MLP's projections."""
         inner = (self.intermediate_size, hidden)
         shapes = {"gate": inner, "up": inner, "down": inner[::-1]}
         return shapes if self.modules else {}
 
     def check(self) -> None:
-        """Raises ValueError if a field has an impossible value."""
         if self.experts:
             self.experts.check()
         has_none = self.experts is not None and not self.modules
@@ -111,7 +101,6 @@ class MLP:
         )
 
     def to_manifest(self) -> dict[str, Any]:
-        """Returns the entry that `mlp_from_manifest` reads."""
         entry = {key: value for key, value in asdict(self).items() if value is not None}
         if self.experts:
             del entry["experts"]["trained"]
@@ -122,19 +111,16 @@ class MLP:
 class PerLayerEmbedding:
     """The per-layer embedding term norm(out(act(gate(h)) ∘ p)), which a block adds to its output h.
 
-    p [tokens, size] is computed from the tokens and the first block's input. Each block has its own
-    p.
+    p [tokens, size] is computed from the tokens and the first block's input.
     """
 
     modules: Modules
     size: int
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of its projections."""
         return {"ple_gate": (self.size, hidden), "ple_out": (hidden, self.size)}
 
     def check(self) -> None:
-        """Raises ValueError if a field has an impossible value."""
         refuse_unsound(
             {
                 "sizes": is_size(self.size),
@@ -144,20 +130,12 @@ class PerLayerEmbedding:
 
 
 def mlp_from_manifest(entry: dict[str, Any]) -> MLP:
-    """Returns the MLP that a manifest entry describes.
-
-    Raises ValueError, TypeError or KeyError if the entry has the wrong form.
-    """
     experts = entry.get("experts")
     fields = {**entry, "modules": modules_from_manifest(entry["modules"])}
     return MLP(**{**fields, "experts": None if experts is None else Experts(**experts)})
 
 
 def per_layer_from_manifest(entry: dict[str, Any] | None) -> PerLayerEmbedding | None:
-    """Returns the per-layer embedding that a manifest entry describes, or None for None.
-
-    Raises ValueError, TypeError or KeyError if the entry has the wrong form.
-    """
     if entry is None:
         return None
     return PerLayerEmbedding(**{**entry, "modules": modules_from_manifest(entry["modules"])})

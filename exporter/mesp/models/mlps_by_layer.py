@@ -1,5 +1,3 @@
-"""The MLP of each layer of a model, from its config.json."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -11,7 +9,6 @@ from mesp.models.mlps import MLP
 
 
 def mlps_by_layer(config: dict[str, Any], mixers: list[Mixer]) -> list[MLP]:
-    """Returns the MLP of each layer, as transformers builds it from the same config.json."""
     family = FAMILIES[config["model_type"]]
     dense = [MLP(family.mlp, width) for width in _widths(config, mixers)]
     if family.experts is None or config["num_experts"] == 0:
@@ -41,10 +38,6 @@ def _has_experts(config: dict[str, Any], layer: int) -> bool:
 
 
 def _widths(config: dict[str, Any], mixers: list[Mixer]) -> list[int]:
-    """Returns the width of each layer's MLP.
-
-    In Gemma 4, the MLP may be twice as wide in layers that use another layer's keys and values.
-    """
     width = config["intermediate_size"]
     wide = 2 * width if config.get("use_double_wide_mlp") else width
     return [

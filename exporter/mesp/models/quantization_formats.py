@@ -1,11 +1,8 @@
-"""The quantization formats of matrices."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-# MLX's quantization modes, with (bits, group size), or None if both can be chosen.
 MODES = {"affine": None, "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 AFFINE = {2, 3, 4, 5, 6, 8}, {32, 64, 128}  # bits and group sizes of the affine mode
 # MLX on phones has no 1-bit format. A bundle stores 1-bit codes with 2 bits.
@@ -13,8 +10,6 @@ ONE_BIT = 1
 
 
 class Arrays(Protocol):
-    """A mapping from names to objects with a shape."""
-
     def __getitem__(self, name: str, /) -> Any: ...
 
     def __contains__(self, name: object, /) -> bool: ...
@@ -51,22 +46,17 @@ class Quantization:
 
     @property
     def is_of_mlx(self) -> bool:
-        """Whether MLX supports this format."""
         if self.mode == "affine":
             return self.bits in AFFINE[0] and self.group_size in AFFINE[1]
         return MODES.get(self.mode) == (self.bits, self.group_size)
 
     @property
     def in_bundle(self) -> Quantization:
-        """The matrix's quantization in a bundle: 2 bits instead of 1 bit, otherwise unchanged.
-
-        The values of the weights stay the same.
-        """
+        """The matrix's quantization in a bundle: 2 bits instead of 1 bit, otherwise unchanged."""
         return replace(self, bits=2) if self.bits == ONE_BIT else self
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of a quantized matrix's arrays."""
         return ("weight", "scales", "biases")[: 3 if self.mode == "affine" else 2]
 
     def arrays(self, prefix: str, rows: int, columns: int, dtype: str) -> list:
@@ -81,7 +71,6 @@ class Quantization:
 
 
 def describe_quantization(quantization: Quantization) -> str:
-    """Returns a description, such as `4 bits in groups of 64`."""
     mode = "" if quantization.mode == "affine" else f"{quantization.mode}, "
     unit = "bit" if quantization.bits == ONE_BIT else "bits"
     return f"{mode}{quantization.bits} {unit} in groups of {quantization.group_size}"

@@ -1,5 +1,3 @@
-"""Computes RoPE's frequencies from a config.json, as transformers does."""
-
 from __future__ import annotations
 
 import math
@@ -69,8 +67,6 @@ def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[st
 
 
 def _check_numbers(scaling: dict[str, Any]) -> None:
-    """Raises ValueError for a number that is not positive. beta_fast and beta_slow may also be
-    0."""
     keys = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")
     refuse_unsound({k: is_positive(scaling[k]) for k in keys if scaling.get(k) is not None})
     keys = ("beta_fast", "beta_slow")
@@ -82,10 +78,7 @@ def _linear(base: list[float], scaling: dict, config: dict) -> tuple[list[float]
 
 
 def _proportional(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """Divides the frequencies of the first pairs by `factor`, and sets the others to 0.
-
-    `partial_rotary_factor` is the fraction of pairs that are rotated.
-    """
+    """Divides the frequencies of the first pairs by `factor`, and sets the others to 0."""
     turning = int((scaling.get("partial_rotary_factor") or 1.0) * len(base))
     turned = [f / scaling.get("factor", 1.0) for f in base[:turning]]
     return turned + [0.0] * (len(base) - turning), 1.0
@@ -134,10 +127,6 @@ def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], 
 
 
 def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
-    """Returns the factor of q and k: `attention_factor` or, if it is missing, one computed from
-    `factor` and, if both are present, `mscale` and `mscale_all_dim`.
-    """
-
     def magnitude(weight: float) -> float:
         factor = scaling["factor"]
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -152,15 +141,11 @@ def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
 
 
 class Scaling(NamedTuple):
-    """A RoPE scaling method."""
-
-    # Computes the scaled frequencies, and the factor of the rotated part of q and k. The arguments
-    # are the unscaled frequencies, the `rope_scaling` and the config.json.
+    # Computes the scaled frequencies, and the factor of the rotated part of q and k.
     frequencies: Callable[[list[float], dict, dict], tuple[list[float], float]]
-    keys: frozenset[str] = frozenset()  # the keys of `rope_scaling` that it reads besides `COMMON`
+    keys: frozenset[str] = frozenset()
 
 
-# Keys that any `rope_scaling` may have.
 COMMON = frozenset(
     ("type", "rope_type", "rope_theta", "partial_rotary_factor", "llama_4_scaling_beta",
      "mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned")
@@ -180,10 +165,9 @@ SCALINGS: dict[str, Scaling] = {
         | {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
     ),
 }
-_NAMES = {"su": "longrope"}  # older names
+_NAMES = {"su": "longrope"}
 
 
 def type_of(scaling: dict[str, Any]) -> str:
-    """Returns the type of a `rope_scaling`, with older names replaced by current ones."""
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     return _NAMES.get(kind, kind)

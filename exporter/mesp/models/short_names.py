@@ -1,8 +1,3 @@
-"""The models that have a short name, with their config.json.
-
-`mesp models` lists these models. `mesp-export --random-weights` exports them without a download.
-"""
-
 from __future__ import annotations
 
 from functools import partial
@@ -76,9 +71,6 @@ _granite = partial(
 def _granite4h(
     hidden: int, layers: int, intermediate: int, attention: tuple[int, ...], **others: float
 ) -> dict[str, Any]:
-    """Returns the config.json of a Granite 4.0-H model. Its mixers are Mamba-2, except in the
-    layers in `attention`.
-    """
     types = ["attention" if i in attention else "mamba" for i in range(layers)]
     experts = {"num_local_experts": 0, "num_experts_per_tok": 0}
     return _config(
@@ -99,8 +91,6 @@ _mistral = partial(
 
 
 def _ministral3(*sizes: int, is_tied: bool) -> dict[str, Any]:
-    """Returns a config.json in the published form, in which the text model's settings are
-    nested."""
     text = _config(
         "ministral3", *sizes, head_dim=128, vocab_size=131072, max_position_embeddings=262144,
         rms_norm_eps=1e-5, sliding_window=None, hidden_act="silu",
@@ -388,7 +378,6 @@ _MODELS = (
     ),
 )  # fmt: skip
 
-# Short names that differ from the last part of the id.
 _SHORT_NAMES = {
     "google/gemma-3-270m": "Gemma-3-270m",
     "google/gemma-3-270m-it": "Gemma-3-270m-it",
@@ -432,5 +421,4 @@ KNOWN: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def geometries() -> list[list[str]]:
-    """Returns the short names, grouped by geometry."""
     return [list(names) for _, names in groupby(KNOWN, key=lambda name: id(KNOWN[name][2]))]

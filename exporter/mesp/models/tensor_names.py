@@ -1,5 +1,3 @@
-"""Translates tensor names in checkpoints to MeSP's names, which are the same for every family."""
-
 from __future__ import annotations
 
 import re
@@ -10,7 +8,6 @@ from mesp.models.families import FAMILIES
 # Prefixes of the text model's tensors in a multimodal checkpoint -> MeSP's prefixes. The first
 # prefix is from transformers, the second from mlx-lm.
 TEXT = {"model.language_model.": "model.", "language_model.": ""}
-# Prefixes of tensors that belong to other modalities or to multi-token prediction.
 UNUSED = (
     "mtp.", "language_model.mtp.", "visual.", "model.visual.",
     "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
@@ -18,7 +15,6 @@ UNUSED = (
     "model.embed_vision.", "embed_audio.", "model.embed_audio.", "vision_embedder.",
     "model.vision_embedder.",
 )  # fmt: skip
-# Suffixes of the limits of a linear layer's input and output in Gemma 4's checkpoints.
 LIMITS = (".input_min", ".input_max", ".output_min", ".output_max")
 # Suffixes of tensors that change nothing: buffers for RoPE, masks, and the scales of an 8-bit KV
 # cache.
@@ -26,9 +22,7 @@ BUFFERS = (
     "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias",
     "self_attn.k_scale", "self_attn.v_scale", "self_attn.kv_scale",
 )  # fmt: skip
-# Prefixes of tensor names in a checkpoint without the language-model head.
 HEADLESS = ("layers.", "embed_tokens.", "norm.", "embedding_norm.")
-# Matches the name of one expert's matrix in checkpoints that store each matrix separately.
 _EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(.*)")
 _KEYS = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
 _MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -38,8 +32,6 @@ CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 
 
 def name_here(name: str, model_type: str) -> str | None:
-    """Returns MeSP's name of a checkpoint's tensor or module, or None if training does not use
-    it."""
     family = FAMILIES[model_type]
     if name.startswith(UNUSED) or name.endswith(LIMITS):
         return None
@@ -56,11 +48,6 @@ def name_here(name: str, model_type: str) -> str | None:
 
 
 def changes_nothing(name: str, arch: Architecture) -> bool:
-    """Returns whether a checkpoint's tensor has no effect on the model.
-
-    Such tensors are buffers, and key and value weights in a block that uses another block's keys
-    and values.
-    """
     if name.endswith(BUFFERS):
         return True
     if found := _KEYS.fullmatch(name_here(name, arch.model_type) or ""):
@@ -70,11 +57,6 @@ def changes_nothing(name: str, arch: Architecture) -> bool:
 
 
 def names_here(name: str, arch: Architecture) -> list[str]:
-    """Returns MeSP's names of the tensors that a checkpoint's tensor contains.
-
-    The named tensors are equal parts of the checkpoint tensor's rows, in order. The list is empty
-    if training does not use the tensor.
-    """
     ours, family = name_here(name, arch.model_type), FAMILIES[arch.model_type]
     if ours is None:
         return []
@@ -84,8 +66,6 @@ def names_here(name: str, arch: Architecture) -> list[str]:
         matrix = _MATRICES.get(matrix, matrix)
         return [f"{layer}.{experts.matrices}.{number}.{matrix}.{suffix}"]
     for theirs, parts in arch.hf_modules + family.hf_experts:
-        # In transformers 5, experts' matrices are parameters, whose names do not end with
-        # `.weight`.
         if ours.endswith(f".{theirs}"):
             ours = f"{ours}.weight"
         layer, is_there, suffix = ours.partition(f".{theirs}.")
@@ -95,28 +75,20 @@ def names_here(name: str, arch: Architecture) -> list[str]:
 
 
 def name_of_expert(name: str, number: int) -> str:
-    """Returns the name of one expert's matrix, from the name of the stacked matrices."""
     matrices, _, matrix = name.rpartition(".")
     return f"{matrices}.{number}.{matrix}"
 
 
 def name_of_stacked(name: str) -> tuple[str, int | None]:
-    """Splits the name of one expert's matrix into the name of the stacked matrices and the expert's
-    number.
-
-    Any other name is returned unchanged, with None.
-    """
     found = _STACKED.fullmatch(name)
     return (f"{found[1]}.{found[3]}", int(found[2])) if found else (name, None)
 
 
 def name_there(name: str, model_type: str) -> str:
-    """Returns a tensor's name in a text-only checkpoint. The inverse of `name_here`."""
     for ours, theirs in FAMILIES[model_type].names.items():
         name = _renamed(name, ours, theirs)
     return name
 
 
 def _renamed(name: str, old: str, new: str) -> str:
-    """Replaces each dot-separated part `old` of a name with `new`."""
     return f".{name}.".replace(f".{old}.", f".{new}.").strip(".")

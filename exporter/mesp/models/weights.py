@@ -1,5 +1,3 @@
-"""The interface to a source model's tensors, whatever the format of their files."""
-
 from __future__ import annotations
 
 from typing import Protocol
@@ -40,8 +38,5 @@ class Weights(Protocol):
 
 
 def read_norm(weights: Weights, name: str, shape: tuple[int, ...], arch: Architecture) -> mx.array:
-    """Returns the weight of an RMSNorm as float32. The family's offset is added unless the source
-    is converted.
-    """
     offset = 0 if weights.is_converted else arch.norm_offset
     return weights.rows(name, shape, slice(0, *shape)).astype(mx.float32) + offset

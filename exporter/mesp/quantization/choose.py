@@ -1,5 +1,3 @@
-"""Chooses the quantization of each matrix: the requested one, or the model's own."""
-
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
@@ -16,8 +14,8 @@ from mesp.models.quantization_formats import (
 )
 from mesp.models.tensor_names import name_here
 
-BITS = (4, 5, 6, 8)  # bits per weight to which a model can be quantized
-HEAD_BITS = 6  # bits per weight of the head, if the other matrices have fewer
+BITS = (4, 5, 6, 8)
+HEAD_BITS = 6
 # Bits per weight of the router, as in mlx-lm. Larger rounding errors could change which experts are
 # chosen.
 ROUTER_BITS = 8
@@ -28,23 +26,18 @@ class Quantizations:
     """The quantizations of a model's matrices: those in its files or, for an unquantized model, the
     requested ones.
 
-    `main` applies to every module that is not in `others`. None means that the module is not
-    quantized.
+    `main` applies to every module that is not in `others`.
     """
 
     main: Quantization
     others: dict[str, Quantization | None] = field(default_factory=dict)
-    config: dict[str, Any] | None = None  # ``quantization`` of the model's config.json
+    config: dict[str, Any] | None = None
 
     def of(self, module: str) -> Quantization:
-        """Returns a module's quantization in a bundle. Raises MespError if the module is not
-        quantized.
-        """
         return self.in_files(module).in_bundle
 
     @property
     def has_one_bit(self) -> bool:
-        """Whether the files have 1-bit codes. A bundle stores them with 2 bits."""
         return any(each is not None and each.bits == ONE_BIT for each in self.all)
 
     @property
@@ -52,9 +45,6 @@ class Quantizations:
         return self.main, *self.others.values()
 
     def in_files(self, module: str) -> Quantization:
-        """Returns a module's quantization, with 1 bit if the model's files have 1-bit codes. Raises
-        MespError if the module is not quantized.
-        """
         quantization = self.others.get(module, self.main)
         if quantization is None:
             raise not_quantized(module)
@@ -73,13 +63,11 @@ class Quantizations:
 
 
 def in_2_bits(section: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``quantization`` of a config.json with 1 bit replaced by 2 bits."""
     section = {k: in_2_bits(v) if isinstance(v, dict) else v for k, v in section.items()}
     return section | {"bits": 2} if section.get("bits") == ONE_BIT else section
 
 
 def not_quantized(module: str) -> MespError:
-    """Returns the error for an unquantized matrix in a quantized model."""
     return MespError(
         f"{module} is not quantized, unlike the rest of the model, which is not supported; take "
         "the model it was made from."
@@ -146,9 +134,8 @@ def find_quantizations(
 ) -> Quantizations:
     """Returns the model's own quantizations or, for an unquantized model, the requested ones.
 
-    `name` is the model's name in error messages. `config` is the model's config.json. None requests
-    the default. Raises MespError if the model's own quantization is not supported, or if the
-    request is invalid or contradicts it.
+    Raises MespError if the model's own quantization is not supported, or if the request is invalid
+    or contradicts it.
     """
     given = config.get("quantization")
     _check_sections(name, config)
@@ -189,8 +176,8 @@ def find_quantizations(
 
 
 def choose_quantization(mode: str | None, bits: int | None, group_size: int | None) -> Quantization:
-    """Returns the requested quantization. Raises MespError if the mode is not "affine" and does not
-    have the requested bits or group size.
+    """Raises MespError if the mode is not "affine" and does not have the requested bits or group
+    size.
     """
     mode = mode or "affine"
     if mode == "affine":

@@ -1,5 +1,3 @@
-"""Coordinate descent over the quantized codes of a matrix."""
-
 from __future__ import annotations
 
 import mlx.core as mx
@@ -29,11 +27,10 @@ def descend(
     matrix: mx.array, packed: mx.array, scales: mx.array, biases: mx.array, products: np.ndarray,
     quantization: Quantization, last: int | None = None,
 ) -> mx.array:  # fmt: skip
-    """Returns better codes of W [out, in], packed. The scales and biases of W stay unchanged.
+    """Returns better codes of W [out, in], packed.
 
     Each code in turn is set to the value that minimizes eᵀ P e. Here e is the error of the code's
-    row, P is `products`, and the other codes are fixed. `last` is the highest code, by default
-    2^bits - 1.
+    row, P is `products`, and the other codes are fixed.
     """
     size, levels = quantization.group_size, last or 2**quantization.bits - 1
     squares = np.diagonal(products)

@@ -1,5 +1,3 @@
-"""Computes scales and biases by weighted least squares."""
-
 from __future__ import annotations
 
 from dataclasses import asdict
@@ -14,7 +12,7 @@ from mesp.models.quantization_formats import Quantization
 # largest weight, where n is the highest code. If a > 0, the largest weights are clipped.
 GRIDS = (-4, -3, -2, -1, -0.5, 0, 0.5, 1, 2)
 REFITS = 2
-# A fraction of the mean moment. It is added to each moment, so that no channel has weight 0.
+# This fraction of the mean moment is added to each moment, so that no channel has weight 0.
 DAMPING = 1e-3
 ROUNDER = 1.5 * 2**23  # adding and subtracting it rounds a float32 to an integer
 
@@ -28,8 +26,7 @@ def quantize(
 
         Σ m (W - s · code - b)²
 
-    The weights m are `damp(moments)`. `moments` [in] are the mean squares of W's inputs, or None.
-    The sum is at most as large as with MLX's scales and biases.
+    The weights m are `damp(moments)`.
     """
     size, levels = quantization.group_size, 2**quantization.bits - 1
     x = matrix.astype(mx.float32).reshape(len(matrix), -1, size)
@@ -87,7 +84,6 @@ def damp(moments: mx.array | None, columns: int) -> mx.array:
 
 
 def _reciprocal(x: mx.array) -> mx.array:
-    """Returns 1 / x, or 0 if |x| < 1e-30."""
     small = mx.abs(x) < 1e-30
     return mx.where(small, 0.0, 1 / mx.where(small, 1.0, x))
 

@@ -1,5 +1,3 @@
-"""Quantizes the matrices of a source model, a few rows at a time."""
-
 from __future__ import annotations
 
 import os
@@ -25,7 +23,6 @@ from mesp.quantization.coordinate_descent import descend, shrink
 TILE = 1 << 18  # elements that are quantized at a time; they fit into a core's cache
 MOST_STREAMS = 8  # streams that quantize in parallel; each takes about 20 MB
 
-# Returns the arrays of the quantized rows of a matrix, with scales and biases of the given dtype.
 Quantizer = Callable[[mx.array, Quantization, mx.Dtype], tuple[mx.array, ...]]
 
 
@@ -63,11 +60,7 @@ def matrix_pieces(
     weights: Weights, source: str, layout: Layout, prefix: str, quantizations: Quantizations,
     quantize: Quantizer, expert: int | None = None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """Yields the quantized matrix `source`, a few rows at a time.
-
-    If the matrix is already quantized in the model's files, its codes stay unchanged. `expert` is
-    the index of an expert in stacked matrices, or None.
-    """
+    """Yields the quantized matrix `source`, a few rows at a time."""
     quantization, in_files = quantizations.of(source), quantizations.in_files(source)
     parts = quantization.parts
     shapes = [layout[prefix + part].shape[-2:] for part in parts]

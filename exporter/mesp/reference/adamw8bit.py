@@ -49,7 +49,6 @@ def quantize(x: mx.array, signed: bool) -> Quantized:
 
 
 def dequantize_moment(moment: Quantized, signed: bool) -> mx.array:
-    """Returns the dequantized numbers, float32 [P]."""
     scales = mx.repeat(moment.scales, MOMENT_BLOCK)[: moment.codes.size]
     return dynamic_map(signed)[moment.codes] * scales
 

@@ -1,5 +1,3 @@
-"""Causal grouped-query attention, with the norms and RoPE of q and k."""
-
 from __future__ import annotations
 
 import mlx.core as mx
@@ -119,7 +117,6 @@ def place(x: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixe
 def place_backward(
     x: mx.array, dy: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixer
 ) -> mx.array:
-    """Returns dx of `place`."""
     dy = rope_backward(dy, mixer)
     return dy if weight is None else rms_norm_backward(x, dy, weight, eps)
 

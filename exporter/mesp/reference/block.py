@@ -1,5 +1,3 @@
-"""The forward and backward passes of a block."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -51,7 +49,7 @@ MIXER_INTERMEDIATES = {
     ShortConvolution: ("b", "c", "u", "conv_out"),
     Mamba2Mixer: ("z", "xBC", "dt", "o"),
 }
-POST_NORMED = ("mixer_out", "mlp_out")  # additional intermediates of a block with post-norms
+POST_NORMED = ("mixer_out", "mlp_out")
 
 # Three functions for each mixer. The first computes the intermediates. The second computes the
 # output projection's input from the intermediates. The third is the backward pass of both.
@@ -72,7 +70,6 @@ MIXERS = {
 
 
 def intermediate_names(block: Block) -> tuple[str, ...]:
-    """Returns the names of the arrays that `block_forward` returns after y."""
     of_mixer = MIXER_INTERMEDIATES[type(block.mixer)]
     return ("mixer_in", *of_mixer, "x_mid", "gate", "up", *POST_NORMED[: 2 * block.arch.post_norms])
 
@@ -161,8 +158,6 @@ def block_forward(
 
 
 def _of_record(shared: Shared | None, record: slice) -> list[Shared]:
-    """Returns a list of one element, the slice of `shared` for a record, or [] if `shared` is
-    None."""
     return [] if shared is None else [(shared[0][..., record, :], shared[1][..., record, :])]
 
 
@@ -200,15 +195,14 @@ def block_backward(
     """Returns dx [1, T, hidden], the gradient [P] of the flat LoRA vector, and the gradient of
     `shared`.
 
-    `starts`, `per_layer` and `masks` are as in `block_forward`. `d_shared` is the gradient of the
-    block's keys and values, summed over all other blocks that use them.
+    `d_shared` is the gradient of the block's keys and values, summed over all other blocks that use
+    them.
     """
     parts, arch, mixer = Parts.of(weights, lora, block, masks), block.arch, block.mixer
     p, vector, eps = parts
     mixer_in, *of_mixer, x_mid, gate, up = intermediates[:8]
     grad, of_experts = {}, {}
 
-    # Per-layer embeddings: see `add_per_layer`.
     if per_layer is not None:
         mlp_out = intermediates[-1]
         h = x_mid + rms_norm(mlp_out, vector["post_feedforward_layernorm.weight"], eps)

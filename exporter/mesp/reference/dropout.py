@@ -18,12 +18,10 @@ Masks = dict[str, mx.array]  # M [T, in] of a LoRA layer, or [experts, T, in] of
 
 
 class Dropout(NamedTuple):
-    """The dropout of one sequence in a training step."""
-
-    p: float  # the probability that an input is dropped, 0 < p < 1
+    p: float
     seed: int
-    step: int  # from 0
-    sequence: int = 0  # index in the step, from 0
+    step: int
+    sequence: int = 0
 
     def masks(self, block: int, described: Block, T: int) -> Masks:
         """Returns the masks of a block's linear layers that can have an adapter, by name.
@@ -68,9 +66,7 @@ def dropout_mask(key: int, p: float, T: int, in_size: int) -> mx.array:
 
 
 def hash_32(x: mx.array) -> mx.array:
-    """Returns a bijective hash of uint32. Changing one bit of x changes about half of the bits of
-    the hash.
-    """
+    """Returns a bijective hash of uint32."""
     x = (x ^ (x >> 16)) * _uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * _uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -1,5 +1,3 @@
-"""A mixture of experts: gated MLPs; a router chooses some of them for each token."""
-
 from __future__ import annotations
 
 import mlx.core as mx
@@ -159,8 +157,6 @@ def _route(x: mx.array, weights: Weights, experts: Experts) -> tuple[mx.array, m
 
 
 def _by_expert(chosen: mx.array, experts: Experts) -> list[tuple[int, mx.array, mx.array]]:
-    """Returns (expert, tokens that chose it, its index in each token's list), for each chosen
-    expert."""
     found = []
     for e in range(experts.num_experts):
         rows, slots = np.nonzero(np.array(chosen) == e)

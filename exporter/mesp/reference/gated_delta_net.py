@@ -33,7 +33,7 @@ from mesp.reference.pieces import (
 )
 from mesp.reference.short_convolution import convolution, convolution_backward
 
-CHUNK = 64  # tokens
+CHUNK = 64
 UNIT_EPS = 1e-6  # added to the sum of squares in the norms of q and k
 
 
@@ -161,7 +161,6 @@ def _chunks(c: Chunk) -> list[Chunk]:
 
 
 def _states(chunks: list[Chunk]) -> tuple[list[mx.array], list[mx.array]]:
-    """Returns the state before each chunk, and each chunk's output."""
     heads, _, key_dim = chunks[0].k.shape
     S, states, outputs = mx.zeros((heads, key_dim, chunks[0].v.shape[-1])), [], []
     for chunk in chunks:

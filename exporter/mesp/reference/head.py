@@ -1,5 +1,3 @@
-"""The head and the loss."""
-
 from __future__ import annotations
 
 import mlx.core as mx

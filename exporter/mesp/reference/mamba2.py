@@ -105,7 +105,6 @@ def _chunks(
 
 
 def _states(chunks: list[StateSpaceChunk]) -> tuple[list[mx.array], list[mx.array]]:
-    """Returns the state before each chunk, and each chunk's output."""
     heads, _, size = chunks[0].u.shape
     S, states, outputs = mx.zeros((heads, size, chunks[0].B.shape[-1])), [], []
     for chunk in chunks:
@@ -175,7 +174,6 @@ class Mamba2(NamedTuple):
         return cls(*arrays, mixer.num_groups, mixer.norm_eps)
 
     def split(self, projected: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Splits the output of the projection `in` into z, xBC and dt."""
         values, channels = self.norm.size, self.conv_bias.size
         z, xBC, dt = mx.split(projected, [values, values + channels], axis=-1)
         return z, xBC, dt

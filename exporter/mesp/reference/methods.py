@@ -1,5 +1,3 @@
-"""The forward pass of a model, and the training methods MeSP, MeBP and MeZO."""
-
 from __future__ import annotations
 
 import math
@@ -49,10 +47,7 @@ def forward_with_shared(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> tuple[list[mx.array], dict[int, Shared]]:
-    """Returns the result of `forward`, and the keys and values that several blocks use.
-
-    The keys and values are stored by the index of the block that computes them.
-    """
+    """Returns the result of `forward`, and the keys and values that several blocks use."""
     hidden, shared = [embed(model, tokens)], {}
     for i, block in enumerate(model.arch.blocks):
         weights, per_layer = model.blocks[i], layer_input(model, tokens, hidden[0], i)
@@ -78,7 +73,6 @@ def _masks(dropout: Dropout | None, index: int, block: Block, T: int) -> Masks |
 
 
 def layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array | None:
-    """Returns `per_layer_input`, or None if the model has no per-layer embeddings."""
     return per_layer_input(model, tokens, x0, layer) if model.arch.per_layer else None
 
 
@@ -93,16 +87,12 @@ def loss(
 ) -> mx.array:
     """Returns the cross-entropy [] of a window of T + 1 tokens: T inputs, and T targets shifted by
     one.
-
-    `weights` are the targets' weights, as in `cross_entropy`. `starts` and `dropout` are as in
-    `forward`.
     """
     y = forward(model, lora, window[:-1], scale, starts, dropout)[-1]
     return cross_entropy(y, window[1:], model.head, model.arch, weights)
 
 
-# Computes the gradients of a block: dx, the gradient of the LoRA vector, and the gradient of the
-# shared keys and values or None. The arguments are those of `mesp_block_gradient`.
+# The arguments are those of `mesp_block_gradient`.
 BlockGradient = Callable[..., tuple[mx.array, mx.array, Shared | None]]
 
 
@@ -167,12 +157,10 @@ def mebp_block_gradient(
 
 
 class Gradients(NamedTuple):
-    """The loss of a window, the hidden states and the gradients."""
-
     loss: mx.array  # []
     x: list[mx.array]  # each block's input and the last block's output, [1, T, hidden]
-    dx: list[mx.array]  # the gradient of each array of x
-    lora: list[mx.array]  # the gradient of each block's flat LoRA vector, [P]
+    dx: list[mx.array]
+    lora: list[mx.array]
 
 
 def gradients(
@@ -242,25 +230,17 @@ def mesp_step(
     learning_rate: float,
     dropout: Dropout | None = None,
 ) -> float:
-    """Takes one MeSP step with SGD, which updates `lora` in place.
-
-    Returns the loss before the update.
-    """
     return _sgd_step(model, lora, window, scale, learning_rate, mesp_block_gradient, dropout)
 
 
 def mebp_step(
     model: Model, lora: list[mx.array], window: mx.array, scale: float, learning_rate: float
 ) -> float:
-    """Takes one MeBP step with SGD, which updates `lora` in place.
-
-    Returns the loss before the update.
-    """
     return _sgd_step(model, lora, window, scale, learning_rate, mebp_block_gradient)
 
 
 def mezo_noise(lora: list[mx.array], seed: int, step: int) -> list[mx.array]:
-    """Returns z, a flat standard normal vector for each block. `seed` and `step` determine z."""
+    """Returns z, a flat standard normal vector for each block."""
     keys = mx.random.split(mx.random.key((scattered(seed) + step) % 2**64), len(lora))
     return [mx.random.normal(w.shape, key=key) for w, key in zip(lora, keys, strict=True)]
 
@@ -313,9 +293,8 @@ def step_example(
 ) -> tuple[int, int]:
     """Returns the example (start, length) that `step` (from 0) trains on.
 
-    Examples are cut to `seq_len` + 1 tokens. Examples without targets are skipped. The others are
-    visited in the order of `step_window`. `mask` has an entry for each token of the stream: 0 if
-    the token is not a target.
+    Examples without targets are skipped. The others are visited in the order of `step_window`.
+    `mask` has an entry for each token of the stream: 0 if the token is not a target.
     """
     cut = [(start, min(length, seq_len + 1)) for start, length in examples]
     usable = [(start, length) for start, length in cut if any(mask[start + 1 : start + length])]
@@ -363,10 +342,7 @@ def train(
     epsilon: float = 1e-3,
     dropout: float = 0.0,
 ) -> list[float]:
-    """Trains `lora` in place on the stream `tokens` [N] int, and returns the loss of each step.
-
-    `method` is `mesp`, `mebp` or `mezo`; only `mesp` has `dropout`.
-    """
+    """Trains `lora` in place on the stream `tokens` [N] int, and returns the loss of each step."""
     windows = (tokens.size - 1) // seq_len
     losses = []
     for step in range(steps):

@@ -1,5 +1,3 @@
-"""A model's frozen weights, and the layout of its LoRA parameters."""
-
 from __future__ import annotations
 
 import math
@@ -38,7 +36,6 @@ class Model:
 
     @classmethod
     def of(cls, bundle: Bundle) -> Model:
-        """Reads all weights of a bundle into memory."""
         arch = bundle.architecture
         blocks = [bundle.block(i) for i in range(arch.num_hidden_layers)]
         return cls(arch, blocks, bundle.embedding(), bundle.head(), bundle.per_layer())
@@ -74,7 +71,6 @@ Matrices = dict[str, tuple[mx.array, ...]]
 
 
 def unpack_lora(flat: mx.array, block: Block) -> Matrices:
-    """Returns A and B of each module and of trained experts, and m if the vector has magnitudes."""
     matrices: Matrices = {}
     start = 0
     # The vector's size is rank · lora_size(1) + the number of magnitudes. This number is smaller
@@ -132,13 +128,10 @@ def add_magnitudes(flat: mx.array, weights: Weights, block: Block) -> mx.array:
     return pack_lora(matrices, block)
 
 
-# Rounds an array as storing it in the bundle's dtype would.
 Stored = Callable[[mx.array], mx.array]
 
 
 class Parts(NamedTuple):
-    """The operands of a block's formulas: projections and weight vectors, by name."""
-
     p: dict[str, Projection]
     vector: Weights
     eps: float
@@ -172,7 +165,6 @@ class Parts(NamedTuple):
         return cls(projections, vectors, block.arch.rms_norm_eps)
 
     def of_record(self, record: slice) -> Parts:
-        """Returns the operands for some tokens: the masks are cut to the rows of these tokens."""
         return self._replace(
             p={
                 name: each if each.M is None else each._replace(M=each.M[record])

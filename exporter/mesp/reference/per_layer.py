@@ -1,5 +1,3 @@
-"""Per-layer embeddings (PLE), as in Gemma 3n and Gemma 4."""
-
 from __future__ import annotations
 
 import math

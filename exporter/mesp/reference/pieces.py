@@ -1,5 +1,3 @@
-"""Formulas that several parts of a model share."""
-
 from __future__ import annotations
 
 import math

@@ -12,7 +12,7 @@ import numpy as np
 
 
 def clip_factor(gradient: Sequence[mx.array], clip: float) -> float:
-    """Returns min(1, C / (‖g‖ + 10⁻⁶)). The norm is over all arrays of an example's gradient."""
+    """Returns min(1, C / (‖g‖ + 10⁻⁶))."""
     # In float32, the squares of large numbers would overflow, and the factor would be 0.
     norm = math.hypot(*(np.linalg.norm(np.array(part, np.float64)) for part in gradient))
     return min(1.0, clip / (norm + 1e-6))

@@ -1,5 +1,3 @@
-"""The short convolution, a mixer in which each token sees itself and a few earlier tokens."""
-
 from __future__ import annotations
 
 import mlx.core as mx

@@ -1,7 +1,7 @@
 """Reads a run's log, `metrics.jsonl`, which has one JSON object per line.
 
-docs/formats.md describes the records. Sizes are in bytes and durations in seconds. Losses are in
-nats per token, except in runs with an objective or rewards.
+Sizes are in bytes and durations in seconds. Losses are in nats per token, except in runs with an
+objective or rewards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ LINE = 1 << 20  # maximum size of a line in bytes; the record of a step has abou
 # A run without an end record counts as running for this time after its last record.
 SILENCE = timedelta(minutes=10)
 
-# Required fields of some kinds of records, besides `type`.
 FIELDS: dict[str, dict[str, type]] = {
     "start": {},
     "step": {
@@ -97,12 +96,6 @@ def is_a(kind: type, value: object) -> bool:
 
 
 class Speed(NamedTuple):
-    """Tokens per second: `tokens` counts all tokens that the model reads, `in_loss` only the
-    targets.
-
-    Both are None if no time has passed.
-    """
-
     tokens: float | None
     in_loss: float | None
 
@@ -117,7 +110,6 @@ class Speed(NamedTuple):
         return cls(read / seconds, sum(step["tokens"] for step in steps) / seconds)
 
     def words(self, unit: str) -> str:
-        """Returns `tokens` with its unit, and `in_loss` in parentheses if it differs."""
         said = f"{decimal(self.tokens, 0)} {unit}"
         if self.tokens == self.in_loss:
             return said
@@ -163,8 +155,7 @@ class RunLog:
     def load(cls, folder: str | os.PathLike[str]) -> RunLog:
         """Reads the log in a run's folder, also while the run continues.
 
-        An incomplete last line is skipped. Raises MespError if there is no log, or if another line
-        is not a record.
+        Raises MespError if there is no log, or if another line is not a record.
         """
         path = Path(folder) / LOG_NAME
         with plain_os_errors(f"Cannot read the log {path}"):
@@ -184,18 +175,15 @@ class RunLog:
 
     @property
     def last_step(self) -> int:
-        """The number of the last finished step, counted from 1, or 0 before the first."""
         return self.steps[-1]["step"] if self.steps else 0
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of each step."""
         return [step["loss"] for step in self.steps]
 
     @property
     def adapters(self) -> Path:
-        """The folder of the last saved adapters, in mlx-lm's format. Its subfolder `peft` has
-        PEFT's format.
+        """The folder of the last saved adapters, in mlx-lm's format.
 
         Raises MespError if no adapters have been saved.
         """
@@ -205,10 +193,7 @@ class RunLog:
         return folder
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Returns the records of the steps, one row per step. Needs pandas.
-
-        docs/formats.md describes the columns.
-        """
+        """Returns the records of the steps, one row per step. Needs pandas."""
         import pandas
 
         if not self.steps:
@@ -226,7 +211,6 @@ class RunLog:
         return max([*peaks, self.end.get("footprint_peak_bytes") or 0]) or None
 
     def evals_of(self, split: str) -> list[Record]:
-        """Returns the evaluations on `valid` or `test` data."""
         return [record for record in self.evals if record.get("split", "valid") == split]
 
     @property
@@ -237,7 +221,6 @@ class RunLog:
 
     @property
     def test(self) -> float | None:
-        """The final loss on the test data, or None if it was not measured."""
         return self.evals_of("test")[-1]["loss"] if self.evals_of("test") else None
 
     def describe_strength(self) -> str | None:
@@ -257,10 +240,6 @@ class RunLog:
 
     @property
     def held_out(self) -> tuple[float | None, float | None]:
-        """The held-out losses before the first step and after the latest evaluated step.
-
-        Each is None if it was not measured.
-        """
         evals = self.evals_of("valid")
         before = [record["loss"] for record in evals if record["step"] == 0]
         after = [record["loss"] for record in evals if record["step"] > 0]
@@ -284,9 +263,6 @@ class RunLog:
 
 
 def _records(path: Path, data: bytes) -> Iterator[Record]:
-    """Yields the records of a log. Raises MespError for an invalid line, unless it is an incomplete
-    last line.
-    """
     for number, line in enumerate(io.BytesIO(data), 1):
         if not line.strip():
             continue
@@ -303,8 +279,8 @@ def _records(path: Path, data: bytes) -> Iterator[Record]:
 def find_runs(root: Path) -> list[Path]:
     """Returns the sorted folders at or below `root` that contain a log. Follows no links."""
     folders, found = [root], []
-    for folder in folders:  # grows
-        with suppress(OSError):  # for example a path that is too long
+    for folder in folders:
+        with suppress(OSError):
             entries = list(os.scandir(folder))
             found += [folder for each in entries if each.name == LOG_NAME]
             inner = [each.name for each in entries if each.is_dir(follow_symlinks=False)]

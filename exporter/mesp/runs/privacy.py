@@ -2,12 +2,10 @@
 
 In DP-SGD, each step draws each of N examples with probability q = B / N (Poisson sampling). The
 step adds Gaussian noise of Z times the clipping norm. The Rényi differential privacy of this
-subsampled Gaussian mechanism composes over the steps (Mironov et al., arXiv:1908.10530). Adjacent
-data sets differ by one additional example.
+subsampled Gaussian mechanism composes over the steps (Mironov et al., arXiv:1908.10530).
 
-A federation adds noise by the Gaussian mechanism. Its ε is exact (the analytic Gaussian mechanism,
-arXiv:1805.06530). k releases have the ε of one release with 1/√k of the noise. No sampling of
-clients is assumed.
+Its ε is exact (the analytic Gaussian mechanism, arXiv:1805.06530). k releases have the ε of one
+release with 1/√k of the noise.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Steps:
 
 
 def epsilon(steps: Iterable[Steps], delta: float) -> float:
-    """Returns the ε of all `steps` together. It is infinite if some steps have no noise.
+    """Returns the ε of all `steps` together.
 
     Raises MespError if dp-accounting is not installed.
     """
@@ -58,11 +56,6 @@ def epsilon(steps: Iterable[Steps], delta: float) -> float:
 
 
 def gaussian_epsilon(noise: float, delta: float, releases: int = 1) -> float:
-    """Returns the ε of a number of releases together.
-
-    The noise of each release is Gaussian. Its standard deviation is `noise` times the release's
-    sensitivity.
-    """
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
     return float(get_epsilon_gaussian(noise / math.sqrt(releases), delta))

@@ -1,4 +1,4 @@
-"""Writes an HTML page about one or several runs. The page loads no other file.
+"""Writes an HTML page about one or several runs.
 
 The page shows a run's `samples.json`, a list of `{"prompt", "before", "after"}`, if there is one.
 """
@@ -27,22 +27,17 @@ from mesp.settings.train_settings import TrainSettings
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The minimum number of points of a smoothed line, if the run has enough steps.
 POINTS = 40
 SAMPLES_SIZE = 16 << 20  # maximum size of a samples.json in bytes
 PHASES = ("forward", "loss", "backward")
-WIDTH, HEIGHT = 5, 3.5  # size of a picture in inches
+WIDTH, HEIGHT = 5, 3.5
 HOW_STARTED = ("resume", "dry_run")
-INK = "#010203"  # placeholder for the page's text colour in matplotlib's drawings
+INK = "#010203"
 Row = tuple[str, list[str]]
 Paint = Callable[["Axes", str, RunLog, str], None]
 
 
 def write_report(folders: Iterable[Path], out: Path) -> None:
-    """Writes a page about the runs in `folders`. Each folder is a run's or contains runs.
-
-    Raises MespError if a folder has no run, or if `out` is not *.html.
-    """
     if out.suffix != ".html":
         raise MespError(f"--out {out} must end in .html.")
     runs: dict[str, RunLog] = {}
@@ -71,7 +66,6 @@ def unique_name(name: str, taken: dict[str, RunLog]) -> str:
 
 
 def read_samples(path: Path) -> list[dict[str, str]]:
-    """Returns the model's answers before and after training, or [] if the run has no samples."""
     if not path.exists():
         return []
     try:
@@ -84,16 +78,9 @@ def read_samples(path: Path) -> list[dict[str, str]]:
         ) from error
 
 
-# Pictures
-
-
 def smooth(
     run: RunLog, value: Callable[[dict[str, Any]], float]
 ) -> tuple[list[float], list[float]]:
-    """Returns the means of step numbers and of values over groups of successive steps.
-
-    Runs with at least `POINTS` steps get at least `POINTS` groups.
-    """
     size = max(1, len(run.steps) // POINTS)
     groups = [run.steps[i : i + size] for i in range(0, len(run.steps), size)]
     return (
@@ -103,8 +90,6 @@ def smooth(
 
 
 def draw_picture(title: str, runs: dict[str, RunLog], paint: Paint, **axes_properties: Any) -> str:
-    """Returns a figure in HTML: a caption, and an SVG picture in the page's colours. `paint(axes,
-    name, run, color)` draws each run."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -162,14 +147,12 @@ def draw_loss(runs: dict[str, RunLog]) -> str:
 
 
 def unit_of_loss(runs: dict[str, RunLog]) -> str:
-    """Returns the unit of the runs' losses, or "" if a run has an objective or rewards."""
     others = ("objective", "group_size")
     has_others = any(run.settings.get(name) is not None for run in runs.values() for name in others)
     return "" if has_others else "nats a token"
 
 
 def draw_reward(runs: dict[str, RunLog]) -> str:
-    """Returns a picture of the mean reward of each step, or "" if no run has rewards."""
     rewarded = {name: run for name, run in runs.items() if rewarded_steps(run)}
     if not rewarded:
         return ""
@@ -200,9 +183,6 @@ def draw_memory(runs: dict[str, RunLog]) -> str:
 
 
 def draw_time(runs: dict[str, RunLog]) -> str:
-    """Returns a picture of seconds per step by phase: over the steps of one run, or the means of
-    several.
-    """
     if len(runs) > 1:
         return draw_phases(runs)
 
@@ -242,11 +222,7 @@ def has_phases(run: RunLog) -> bool:
     return all(f"{phase}_seconds" in step for step in run.steps for phase in PHASES)
 
 
-# The page
-
-
 def render_page(runs: dict[str, RunLog], samples: dict[str, list[dict[str, str]]]) -> str:
-    """Returns the page as HTML. Its style and pictures are inline."""
     pictures = [
         draw_loss(runs), draw_reward(runs), draw_memory(runs), draw_time(runs),
     ]  # fmt: skip
@@ -263,7 +239,6 @@ def render_page(runs: dict[str, RunLog], samples: dict[str, list[dict[str, str]]
 
 
 def render_document(title: str, *parts: str) -> str:
-    """Returns a whole HTML page with these parts in its body."""
     body = "\n".join(parts)
     return f"""<!doctype html>
 <html lang="en">
@@ -302,7 +277,6 @@ small { opacity: .7 }
 
 
 def render_table(runs: dict[str, RunLog], rows: list[Row], kind: str = "") -> str:
-    """Returns a table with a column for each run."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in runs)
     lines = [f"<tr><th></th>{head}</tr>"]
     for name, values in rows:
@@ -340,7 +314,6 @@ def summary_rows(runs: dict[str, RunLog]) -> list[Row]:
 
 
 def describe_reward(run: RunLog) -> str:
-    """Returns the mean rewards of the first and last tenth of the steps, or `-` without rewards."""
     steps = rewarded_steps(run)
     some = max(1, len(steps) // 10)
     means = (sum(step["reward"] for step in part) / some for part in (steps[:some], steps[-some:]))
@@ -355,7 +328,6 @@ def describe_sampled(run: RunLog) -> str:
 
 
 def settings_rows(runs: dict[str, RunLog]) -> list[Row]:
-    """Returns a table row for each setting that applies to a run."""
     applying = [settings_that_apply(run.settings) for run in runs.values()]
 
     def said(value: object) -> str:
@@ -370,9 +342,6 @@ def settings_rows(runs: dict[str, RunLog]) -> list[Row]:
 
 
 def settings_that_apply(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a log that have a value and apply to the run, except those in
-    `HOW_STARTED`.
-    """
     declared = {
         each.key or name: (name, each) for name, each in list_settings(TrainSettings).items()
     }
@@ -388,7 +357,6 @@ def settings_that_apply(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def render_events(runs: dict[str, RunLog]) -> str:
-    """Returns the events of all runs, such as a pause or a failure, or "" if there are none."""
     items = []
     for name, run in runs.items():
         for event in run.events:
@@ -399,7 +367,6 @@ def render_events(runs: dict[str, RunLog]) -> str:
 
 
 def render_samples(name: str, samples: list[dict[str, str]]) -> str:
-    """Returns HTML with the answers of one run's model before and after training."""
     parts = [f"<h2>Samples of {html.escape(name)}</h2>"]
     for sample in samples:
         parts.append(f"<p><b>{html.escape(sample['prompt'])}</b></p><div class='sample'>")

@@ -1,5 +1,3 @@
-"""The table of runs that tools/collect.py prints and `mesp report` shows in its page."""
-
 from __future__ import annotations
 
 from mesp.formatting import decimal, megabytes
@@ -21,9 +19,6 @@ COLUMNS = (
 
 
 def table_row(run: RunLog) -> list[str]:
-    """Returns a run's row under `COLUMNS`. Training losses are first → last, held-out losses
-    before → after. The footprint is in MB.
-    """
     losses = run.losses
     before, after = run.held_out
     return [

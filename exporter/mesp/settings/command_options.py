@@ -1,5 +1,3 @@
-"""Makes a command's options from the declared settings."""
-
 from __future__ import annotations
 
 import math
@@ -30,10 +28,7 @@ class Number(click.FloatRange):
 
 
 class SomeOf(click.ParamType[list[str]]):
-    """The type of an option that takes a list of a setting's choices, such as `q,v`.
-
-    The value is a list in the order of the choices.
-    """
+    """The type of an option that takes a list of a setting's choices, such as `q,v`."""
 
     name = "list"
 
@@ -51,7 +46,6 @@ class SomeOf(click.ParamType[list[str]]):
 
 
 def make_type(declared: Setting) -> click.ParamType[Any]:
-    """Returns click's type for a setting's option."""
     if declared.kind is list:
         return SomeOf(declared.choices or ())
     if declared.choices is not None:
@@ -75,7 +69,6 @@ def make_type(declared: Setting) -> click.ParamType[Any]:
 def _read_numbers(
     _: click.Context, option: click.Parameter, given: tuple[str, ...]
 ) -> dict[str, float]:
-    """Parses NAME=NUMBER pairs, repeated or separated by commas."""
     parts = [part.strip() for text in given for part in text.split(",") if part.strip()]
     try:
         return {key: float(value) for key, value in (pair.split("=") for pair in parts)}
@@ -130,7 +123,6 @@ def _option(name: str, declared: Setting, default: Any) -> Decorator:
 
 
 def find_given(context: click.Context, kind: type[Settings]) -> dict[str, Any]:
-    """Returns the settings that were given on the command line or in the file of --config."""
     found = {}
     for each in fields(kind):
         key = each.metadata["setting"].key or each.name
@@ -140,7 +132,6 @@ def find_given(context: click.Context, kind: type[Settings]) -> dict[str, Any]:
 
 
 def require_values(context: click.Context, *names: str) -> None:
-    """Raises click.MissingParameter for the first of the named parameters that has no value."""
     for parameter in context.command.params:
         if parameter.name in names and context.params[parameter.name] is None:
             raise click.MissingParameter(ctx=context, param=parameter)

@@ -1,9 +1,3 @@
-"""The declaration, check and JSON form of settings.
-
-A dataclass that derives from `Settings` declares its fields with `setting`. Command options,
-`--config` and `RunSettings` in Swift are made from these declarations.
-"""
-
 from __future__ import annotations
 
 import math
@@ -18,39 +12,30 @@ from mesp.errors import MespError
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of a setting, without its name and default."""
-
-    kind: type  # int, float, bool, str, list, dict (of numbers) or Path
+    kind: type
     help: str = ""
     least: float | None = None
     above: float | None = None
     most: float | None = None
     below: float | None = None
-    # the allowed values, or a dictionary from each value to its description
     choices: Collection[str] | None = None
     default_text: str | None = None  # describes the default if it is None
-    key: str = ""  # the key in settings.json, if it differs from the name
+    key: str = ""
     metavar: str | None = None
     aliases: Collection[str] = ()  # other trainers' names of the option
     federated: bool = False  # whether a federation's server may set it
-    # Whether it may change when a run is resumed.
     may_change: bool = False
     can_be_refused: bool = False  # whether the option also has a --no- form
     # Another setting that this one needs, and the values that it must have. None: any value.
     only_with: tuple[str, Collection[str] | None] | None = None
 
     def applies(self, settings: Mapping[str, Any]) -> bool:
-        """Returns whether the setting in `only_with`, if any, has one of the needed values.
-
-        `settings` are the values of settings, by name.
-        """
         if self.only_with is None:
             return True
         other, values = self.only_with
         return settings[other] is not None if values is None else settings[other] in values
 
     def find_problem(self, value: Any) -> str | None:
-        """Returns the requirement that a value violates, as the end of a sentence, or None."""
         if self.kind is list:
             choices = self.choices or ()
             names = value if isinstance(value, list) else [None]
@@ -101,19 +86,15 @@ def is_held(value: object) -> bool:
 
 
 def setting(kind: type, default: Any, help: str = "", **others: Any) -> Any:
-    """Returns a dataclass field with a `Setting`."""
     return field(default=default, metadata={"setting": Setting(kind, help, **others)})
 
 
 def list_settings(kind: type[Settings]) -> dict[str, Setting]:
-    """Returns the declared settings of a dataclass, by name."""
     return {each.name: each.metadata["setting"] for each in fields(kind)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The base class of dataclasses whose fields are settings."""
-
     def __post_init__(self) -> None:
         for each in fields(self):
             value, declared = getattr(self, each.name), each.metadata["setting"]
@@ -124,8 +105,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Self:
-        """Returns the settings in the object of a `settings.json`. Missing settings get their
-        defaults.
+        """Returns the settings in the object of a `settings.json`.
 
         Raises TypeError or MespError if the object is invalid.
         """
@@ -133,7 +113,6 @@ class Settings:
         return cls(**{name: entries[key] for key, name in keys.items() if key in entries})
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the settings by their keys in `settings.json`."""
         return {
             declared.key or name: getattr(self, name)
             for name, declared in list_settings(type(self)).items()
@@ -141,7 +120,6 @@ class Settings:
 
 
 def name_option(name: str) -> str:
-    """Returns the option's name, such as `--seq-len`."""
     return "--" + name.replace("_", "-")
 
 

@@ -1,9 +1,3 @@
-"""The settings in a settings.json of mesp-engine besides those of `TrainSettings`.
-
-Programs set them. Command options are not made from them. `Core/Run/RunSettings.swift` is generated
-from them and from `TrainSettings`.
-"""
-
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
@@ -21,8 +15,6 @@ ORDERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(Settings):
-    """The settings that programs set."""
-
     bundle: str = setting(Path, MISSING, "Folder of the bundle.", may_change=True)
     output: str = setting(
         Path, MISSING, "Folder that gets `metrics.jsonl` and `adapters/`.", may_change=True

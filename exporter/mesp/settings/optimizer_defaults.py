@@ -1,21 +1,16 @@
-"""The default optimizer and learning rate of a run.
-
-docs/decisions.md has the reasons. `Core/Run/OptimizerDefaults.swift` must have the same rule.
-"""
+"""`Core/Run/OptimizerDefaults.swift` must have the same rule."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-# The paper's optimizer and learning rate.
 PAPER: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1e-4}
 
 ADAMW = ("adamw8bit", "adamw")  # with 8-bit and float32 moments
 
 
 def choose_optimizer(method: str) -> str:
-    """Returns "sgd" for MeZO, and else "adamw8bit"."""
     return "sgd" if method == "mezo" else "adamw8bit"
 
 
@@ -28,8 +23,7 @@ def choose_learning_rate(
 ) -> float:
     """Returns the default learning rate.
 
-    The rate is 0.007 / √hidden_size for AdamW, 0.1 for SGD, and 1e-4 for MeZO. Except for MeZO, an
-    objective divides the rate by 10, and a reward by 3.
+    The rate is 0.007 / √hidden_size for AdamW, 0.1 for SGD, and 1e-4 for MeZO.
     """
     if method == "mezo":
         return float(PAPER["learning_rate"])

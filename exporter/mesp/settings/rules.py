@@ -1,5 +1,3 @@
-"""Checks which settings go together, and which a bundle supports."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -12,8 +10,6 @@ from mesp.settings.train_settings import MAX_SEQUENCES, TrainSettings
 
 
 def check_settings(settings: TrainSettings, manifest: Manifest) -> None:
-    """Raises MespError if the settings contradict each other, have no use, or do not fit the
-    bundle."""
     check_use(settings, manifest)
     _check_goal(settings, manifest)
     _check_privacy(settings)
@@ -22,8 +18,6 @@ def check_settings(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def check_use(settings: TrainSettings, manifest: Manifest) -> None:
-    """Raises MespError if a setting has no use, contradicts another one, or does not fit the
-    model."""
     for each in fields(settings):
         declared = each.metadata["setting"]
         # A setting with its default value counts as not given.
@@ -65,8 +59,8 @@ def check_use(settings: TrainSettings, manifest: Manifest) -> None:
         }
         _refuse_beside("--dropout", refused)
     if settings.dora:
-        # MeBP and --max-forgetting handle A and B only, and no magnitudes. --freeze-a trains B
-        # only. Neither mlx-lm nor PEFT has magnitudes of experts.
+        # MeBP and --max-forgetting handle A and B only, and no magnitudes. Neither mlx-lm nor PEFT
+        # has magnitudes of experts.
         refused = {
             "--method mebp": settings.method == "mebp",
             "--freeze-a": settings.freeze_a,
@@ -100,7 +94,6 @@ def _check_goal(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def _check_labels(settings: TrainSettings, manifest: Manifest) -> None:
-    """Requires preference data exactly if there is an objective."""
     train = manifest.data.get("train")
     if train is None or (train.labels is not None) == (settings.objective is not None):
         return
@@ -182,7 +175,6 @@ def _check_privacy(settings: TrainSettings) -> None:
 
 
 def _refuse_beside(option: str, others: Mapping[str, bool]) -> None:
-    """Raises MespError if one of the incompatible `others` is given together with `option`."""
     for typed, is_given in others.items():
         if is_given:
             raise MespError(f"{typed} does not go together with {option}: leave out one of them.")

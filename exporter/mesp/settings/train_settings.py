@@ -1,9 +1,3 @@
-"""The settings of a training run.
-
-After a change, `make generated` updates `Core/Run/RunSettings.swift`. `rules.py` checks which
-settings go together.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -54,9 +48,9 @@ OFFLOADS = {
     "all": "Also the adapters' parameters, the optimizer's state and sums of gradients.",
 }
 PREFERRED_SEQ_LEN = 256
-GROUP_SIZE = 8  # sampled answers per prompt
+GROUP_SIZE = 8
 MAX_STEPS = 10**6  # maximum number of steps; products with it do not overflow
-MAX_SEQUENCES = 1 << 16  # maximum number of sequences in a step
+MAX_SEQUENCES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,9 +281,8 @@ class TrainSettings(Settings):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TrainSettings:
-        """Returns the settings with the given values, by name.
-
-        Raises MespError if a name is unknown, if a value is invalid, or if `steps` is missing.
+        """Raises MespError if a name is unknown, if a value is invalid, or if `steps` is
+        missing.
         """
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in given if name not in known]:
@@ -302,8 +295,7 @@ class TrainSettings(Settings):
         """Returns the settings with the sequence length, rank, optimizer, learning rate and, with a
         reward, the group size filled in.
 
-        `paper` selects the paper's optimizer and learning rate. Raises MespError if a setting
-        contradicts `paper`.
+        Raises MespError if a setting contradicts `paper`.
         """
         update = PAPER if paper else {}
         for name, value in update.items():

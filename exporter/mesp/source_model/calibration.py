@@ -1,5 +1,3 @@
-"""Second moments of the inputs of a source model's matrices."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,10 +10,9 @@ from mesp.models.config_json import complete
 from mesp.source_model.find import Source
 from mesp.source_model.forward_pass import SideInputs, SourceModel, product
 
-# The number and length of the calibration sequences. More or longer ones change little.
+# More or longer ones change little.
 SEQUENCES, LENGTH = 4, 128
-# The number of sequences if products of two inputs are computed too. Their estimates need more
-# tokens.
+# Their estimates need more tokens.
 CALIBRATION_SEQUENCES = 16
 # The maximum number of inputs of a matrix for which products are computed. The products of 4096
 # inputs take 67.1 MB.
@@ -23,7 +20,6 @@ WIDEST = 4096
 
 
 def draw_tokens(vocab_size: int) -> np.ndarray:
-    """Returns uniformly random token ids, to be used without a text."""
     return np.random.default_rng(0).integers(vocab_size, size=SEQUENCES * LENGTH)
 
 
@@ -31,9 +27,6 @@ def choose_excerpts(
     tokens: np.ndarray, source: Source, arch: Architecture, count: int = SEQUENCES,
     length: int = LENGTH,
 ) -> list[list[int]]:  # fmt: skip
-    """Returns sequences from evenly spaced places of a text, each after the begin token if the
-    model has one.
-    """
     count = min(count, max(len(tokens) // length, 1))
     starts = np.linspace(0, max(len(tokens) - length, 0), count, dtype=int)
     begin = complete(source.config).get("bos_token_id")
@@ -67,7 +60,7 @@ class Moments:
         if index != self.done:
             raise ValueError(f"block {self.done} comes before block {index}")
         found: dict[str, mx.array] = {}
-        # The last input and its sums. Several modules have the same input.
+        # Several modules have the same input.
         last: tuple[mx.array, mx.array] | None = None
 
         def seen(module: str, x: mx.array) -> None:
@@ -91,6 +84,5 @@ class Moments:
         return mx.square(x).sum(axis=0)
 
     def of_head(self) -> mx.array:
-        """Returns the sums [hidden] of x² over the inputs x of the head. All blocks must have
-        run."""
+        """Returns the sums [hidden] of x² over the inputs x of the head."""
         return sum(mx.square(self.model.final(x)[0]).sum(axis=0) for x in self.xs)

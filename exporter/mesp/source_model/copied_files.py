@@ -1,5 +1,3 @@
-"""The files that accompany a model's weights: configurations, tokenizer and licence terms."""
-
 from __future__ import annotations
 
 import json
@@ -16,7 +14,6 @@ from mesp.hub_download import TOKENIZER_FILES
 from mesp.license import is_terms
 
 _CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json")
-# The bounds of what is copied: the number of files, and the bytes of a licence and of another file.
 FILES, TERMS, BYTES = 64, SIZE, 1 << 27
 # Keys that name Python code to run.
 CODE = ("auto_map", "custom_pipelines", "model_file")
@@ -34,7 +31,7 @@ def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
 
     Raises MespError if the files are too many or one is too large, if a file is not regular, if a
     configuration is not a valid JSON object, or if a link leads out of `source` or, in a Hugging
-    Face cache, out of the repository's folder. Raises OSError if a file cannot be copied.
+    Face cache, out of the repository's folder.
     """
     root, names = root_of(source), list(names)
     if len(names) > FILES:
@@ -56,10 +53,7 @@ def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
 
 
 def configs_naming_code(source: Path, names: Iterable[str]) -> list[str]:
-    """Returns the names of the configurations, among `names`, that have a key of `CODE`.
-
-    Raises MespError if a configuration is not a JSON object, and OSError if it cannot be read.
-    """
+    """Returns the names of the configurations, among `names`, that have a key of `CODE`."""
     configs = {name: _read(source / name) for name in names if name in _CONFIGS}
     return [name for name, config in configs.items() if without_code(config) != config]
 
@@ -87,7 +81,6 @@ def write_config(path: Path, config: dict[str, Any]) -> None:
 
 
 def _with_tags(value: Any) -> Any:
-    """Returns a value with {"__float__": "Infinity"} and the like for numbers that JSON lacks."""
     if isinstance(value, dict):
         return {key: _with_tags(each) for key, each in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -96,7 +89,6 @@ def _with_tags(value: Any) -> Any:
 
 
 def without_code(value: Any) -> Any:
-    """Returns a JSON value without the keys in `CODE`, at any depth."""
     if isinstance(value, dict):
         return {key: without_code(each) for key, each in value.items() if key not in CODE}
     return [*map(without_code, value)] if isinstance(value, list) else value

@@ -1,5 +1,3 @@
-"""Finds the model to export: a folder, a GGUF file, a model on the Hub, a short name or `demo`."""
-
 from __future__ import annotations
 
 import os
@@ -113,10 +111,6 @@ def _hub_source(repo: str, random_weights: bool = False) -> Source:
 
 
 def _gguf_source(file: Path, repository: Path) -> Source:
-    """Returns the model of a GGUF file, with a temporary folder for its tokenizer and terms.
-
-    The terms come from the folder `repository`.
-    """
     try:
         from mesp.source_model.gguf.config import config_of
         from mesp.source_model.gguf.header import GGUF

@@ -22,9 +22,8 @@ from mesp.models.weights import Weights, read_norm
 from mesp.quantization.choose import Quantizations
 from mesp.quantization.quantize_rows import read_rows
 
-TILE = 1 << 22  # elements of a matrix that are multiplied at a time
+TILE = 1 << 22
 
-# A callback that gets a module's name and input.
 Seen = Callable[[str, mx.array], None]
 
 
@@ -52,18 +51,13 @@ class SourceProjection:
 
 @dataclass
 class SideInputs:
-    """The inputs of a sequence's blocks besides the previous block's output."""
-
     tokens: Sequence[int]
     x0: mx.array  # the first block's input
-    # Keys and values that several blocks use, by the index of the block that computes them.
     shared: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A source model without LoRA, computed in float32."""
-
     weights: Weights
     arch: Architecture
     quantizations: Quantizations  # as in the source's files
@@ -71,8 +65,7 @@ class SourceModel:
     def matrix(
         self, name: str, shape: tuple[int, int], rows: slice, expert: int | None = None
     ) -> mx.array:
-        """Returns some rows of a matrix [out, in], float32. `expert` selects one of stacked
-        matrices."""
+        """Returns some rows of a matrix [out, in], float32."""
         stacked, name = name, name if expert is None else name_of_expert(name, expert)
         if not self.weights.is_quantized(name):
             return self.weights.rows(f"{name}.weight", shape, rows).astype(mx.float32)
@@ -86,7 +79,6 @@ class SourceModel:
         return self.arch.embedding_scale * mx.concatenate(rows)[None]
 
     def table(self, name: str, rows: slice) -> mx.array:
-        """Returns some rows of the embedding or the head, float32."""
         return self.matrix(name, (self.arch.vocab_size, self.arch.hidden_size), rows)
 
     def per_layer(self, index: int, side: SideInputs) -> mx.array | None:
@@ -165,13 +157,11 @@ class SourceModel:
         return y
 
     def final(self, x: mx.array) -> mx.array:
-        """Returns the input of the head, from the last block's output."""
         size, arch = (self.arch.hidden_size,), self.arch
         weight = read_norm(self.weights, "model.norm.weight", size, arch) / arch.logits_scaling
         return rms_norm(x, weight, arch.rms_norm_eps)
 
     def logits(self, final: mx.array, rows: slice) -> mx.array:
-        """Returns the logits of some token ids, from the result of `final`."""
         name = "model.embed_tokens" if self.arch.tie_word_embeddings else "lm_head"
         z = product(final, self.table(name, rows))
         return soft_cap(z, self.arch.final_logit_softcapping)

@@ -1,5 +1,3 @@
-"""The loss of quantization: how far a model's predictions are from those of its source."""
-
 from __future__ import annotations
 
 import math
@@ -12,7 +10,7 @@ import numpy as np
 from mesp.block_function.tiles import cut
 from mesp.source_model.forward_pass import SideInputs, SourceModel
 
-TILE = 1 << 20  # logits that are computed at a time
+TILE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -30,12 +28,10 @@ class QuantizationLoss:
 
     @classmethod
     def of(cls, parts: Iterable[QuantizationLoss]) -> QuantizationLoss:
-        """Concatenates several losses."""
         return cls(*map(np.concatenate, zip(*(vars(p).values() for p in parts), strict=True)))
 
     @property
     def perplexities(self) -> tuple[float, float]:
-        """The perplexities of the source and of the model."""
         return math.exp(self.source.mean()), math.exp(self.model.mean())
 
 
@@ -74,8 +70,6 @@ def measure_loss(
 class _Distribution:
     """Sums of exp(z - top) and of exp(z - top) · value over the logits z at each position,
     accumulated over tiles. `top` is the highest logit so far.
-
-    `target` has the logits of the next tokens.
     """
 
     def __init__(self, length: int):

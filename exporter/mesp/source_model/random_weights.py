@@ -1,5 +1,3 @@
-"""Random weights, for measurements of memory and time."""
-
 from __future__ import annotations
 
 import zlib
@@ -11,8 +9,6 @@ import numpy as np
 class RandomWeights:
     """Weights that are drawn at random when they are read, except those of norms and
     `layer_scalar`.
-
-    See `Weights`.
     """
 
     dtype = None

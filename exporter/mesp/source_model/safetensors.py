@@ -1,5 +1,3 @@
-"""Reads the weights in the safetensors files of a model folder."""
-
 from __future__ import annotations
 
 import stat
@@ -17,7 +15,7 @@ from mesp.models.layout import DTYPES, KEPT_WIDE
 from mesp.models.mlps import MOST_EXPERTS
 from mesp.models.tensor_names import CONVOLUTIONS, changes_nothing, name_of_expert, names_here
 
-# Dtype in a safetensors file -> (NumPy dtype to read it, MLX dtype). NumPy has no bfloat16.
+# NumPy has no bfloat16.
 TENSOR_DTYPES = {
     "F32": (np.float32, mx.float32),
     "F16": (np.float16, mx.float16),
@@ -29,13 +27,11 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 HEADER = 16 << 20  # maximum header size in bytes, enough for 100,000 tensors
-ROWS = 1 << 12  # rows that are compared at a time
+ROWS = 1 << 12
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 
 
 class SafetensorsWeights:
-    """The tensors of a memory-mapped model folder. See `Weights`."""
-
     def __init__(self, folder: Path, arch: Architecture):
         """Raises MespError if files are missing or damaged, or do not fit the architecture."""
         self.folder, self.arch = folder, arch
@@ -134,10 +130,6 @@ class SafetensorsWeights:
                 self.tensors[each] = its
 
     def _is_known(self, name: str) -> bool:
-        """Returns whether the architecture has the tensor, or the matrix that the tensor is part
-        of.
-
-        A separate head is known to every architecture."""
         stem, _, part = name.rpartition(".")
         if part in ("scales", "biases"):
             name = f"{stem}.weight"
@@ -178,11 +170,7 @@ class SafetensorsWeights:
             self.arch = replace(self.arch, tie_word_embeddings=False)
 
     def _check_types(self) -> None:
-        """Raises MespError for a tensor of a wrong type.
-
-        Packed weights are U32, scales without biases are U8, and all other tensors are
-        floating-point.
-        """
+        """Raises MespError for a tensor of a wrong type."""
         for name, (_, dtype) in self.tensors.items():
             stem, _, part = name.rpartition(".")
             allowed = FLOATS
@@ -232,8 +220,7 @@ def _files(folder: Path) -> list[Path]:
     """Returns the weight files of a folder.
 
     These are model.safetensors if it exists, otherwise the files in the index. Without an index,
-    these are all files model*.safetensors. Raises MespError if a file is missing or the index is
-    invalid.
+    these are all files model*.safetensors.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
@@ -255,7 +242,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _names(arch: Architecture) -> set[str]:
-    """Returns MeSP's names of the architecture's tensors, with a name for each expert's matrix."""
     names = set()
     for name, (count, *_) in arch.tensors().items():
         if ".switch_mlp." in name:
@@ -274,5 +260,4 @@ def _are_equal(one: tuple[np.ndarray, mx.Dtype], other: tuple[np.ndarray, mx.Dty
 
 
 def _is_name(name: object) -> bool:
-    """Returns whether a value is a file name without a folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {*"/\0"} & {*name}

@@ -1,5 +1,3 @@
-"""Tests of tools/studies/parity.py, which compares MeSP with other trainers."""
-
 import dataclasses
 import json
 import re
@@ -60,8 +58,6 @@ def test_what_is_right_counts_by_the_sequence():
 
 @pytest.fixture(scope="module", autouse=True)
 def in_this_process() -> Iterator[None]:
-    """Runs the project's commands in this process, which saves the start of Python."""
-
     def command(module: str, *arguments: object) -> None:
         call(module.rpartition(".")[2], *arguments)
 
@@ -73,7 +69,6 @@ def in_this_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Returns a bundle of the demo model with problems in GSM8K's form, three of them held out."""
     pytest.importorskip("datasets", reason="what reads GSM8K is an extra")
     folder = tmp_path_factory.mktemp("gsm8k")
     splits = {"train": range(12), "test": range(100, 103)}
@@ -93,7 +88,6 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def test_a_problem_is_right_where_the_number_written_is(
     monkeypatch: pytest.MonkeyPatch, problems: Bundle
 ):
-    """Only the number at the end of a solution is compared. A solution without it is wrong."""
     tokenizer = load_bundle_tokenizer(problems.path)
     asked, says = [], iter(["As I see it:\n#### 101", "It is 101 + 1.\n#### 101", "It is 103."])
 
@@ -138,7 +132,6 @@ def test_qlora_is_left_out_where_there_is_no_bitsandbytes(
 
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Returns a function that runs the study with little held-out data and returns its output."""
     for owner, name in ((nn.QuantizedLinear, "__call__"), (nn.QuantizedEmbedding, "as_linear")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(mx, "set_default_device", lambda device: None)

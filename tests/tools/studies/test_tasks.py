@@ -1,5 +1,3 @@
-"""Tests of the tasks in demos and studies: their prompts and the scoring of answers."""
-
 from __future__ import annotations
 
 import contextlib
@@ -28,7 +26,6 @@ def test_neither_the_commands_nor_the_wordings_that_are_held_out_are_trained_on(
     commands = [{case.completion for case in cases} for cases in (train, held_out)]
     assert not commands[0] & commands[1]
     assert not set(house_requests.HEARD) & set(house_requests.UNHEARD)
-    # Every value in a held-out answer also occurs in training.
     words = [{w for c in each for w in json.loads(c).values()} for each in commands]
     assert words[1] <= words[0]
 
@@ -46,7 +43,6 @@ def test_a_request_names_what_its_answer_has(whens: dict[str, list[str]]):
 
 @pytest.mark.parametrize("wrong", [None, 3], ids=["right", "wrong"])
 def test_an_answer_is_right_to_the_letter(monkeypatch: pytest.MonkeyPatch, wrong: int | None):
-    """Generation of a wrong answer continues only if the answer is shown."""
     case = house_requests.Case("Open the door.", '{"do": "open"}')
     tokenizer = load_bundle_tokenizer(DEMO_BUNDLE)
     right = [*tokenizer.encode(f" {case.completion}"), tokenizer.eos_token_id]
@@ -105,7 +101,6 @@ def test_a_note_says_what_its_entry_has():
 
 
 def times(spoken: str) -> list[str]:
-    """Returns the times of day that a note spells out."""
     hour = "|".join(NUMBERS)
     found = []
     for match in re.finditer(

@@ -1,7 +1,3 @@
-"""Compares training steps on weights of 4, 3 and 2 bits, also with less memory than the 4-bit
-weights take.
-"""
-
 from __future__ import annotations
 
 import os
@@ -19,7 +15,7 @@ from studies.benchmarks.processes import Tell, engine_program, run_program
 from studies.benchmarks.rows import engine_settings
 from studies.benchmarks.variants import Variant
 
-# Bits and group sizes. The first pair is the reference.
+# Bits and group sizes.
 QUANTIZATIONS = ((4, 64), (3, 64), (2, 64), (2, 128))
 GROUPS = Path("/sys/fs/cgroup")
 # The memory limit of a control group, as a share of the bytes of the reference's weights.
@@ -34,8 +30,7 @@ def measure_bits(
     """Yields up to three rows for each cell: without offloading, with everything offloaded to disk,
     and with everything offloaded in a control group.
 
-    The control group has less memory than the first quantization's weights take. Each round runs
-    every row once. The third row is left out if control groups cannot be created.
+    The control group has less memory than the first quantization's weights take.
     """
     runs: dict[tuple[Cell, str], list[tuple[RunLog, float, int]]] = {}
     for _ in range(rounds):
@@ -79,9 +74,7 @@ def measure_bits(
 def run_and_count(
     command: list[str | Path], settings: dict[str, Any], work: Path, tell: Tell
 ) -> tuple[RunLog, float, int]:
-    """Runs a program. Returns its log, its processor time in seconds, and the bytes that it read
-    from disks.
-    """
+    """Returns its log, its processor time in seconds, and the bytes that it read from disks."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = run_program(command, settings, work, tell)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -102,9 +95,6 @@ def forget(folder: Path) -> None:
 
 
 def limit_file() -> Path | None:
-    """Returns the file for a new control group's memory limit, or None if no control group can be
-    created.
-    """
     for parent, name in ((GROUPS / "memory", "memory.limit_in_bytes"), (GROUPS, "memory.max")):
         if (parent / "cgroup.procs").exists() and os.access(parent, os.W_OK):
             return parent / f"mesp-bench-{os.getpid()}" / name

@@ -1,7 +1,3 @@
-"""The cells of a table, each a model with a sequence length and a rank, and the export of their
-bundles.
-"""
-
 from __future__ import annotations
 
 import itertools
@@ -31,8 +27,6 @@ Row = dict[str, Any]
 
 
 class Cell(NamedTuple):
-    """A model with a sequence length and a LoRA rank."""
-
     model: str
     bundle: Path
     blocks: int
@@ -42,18 +36,12 @@ class Cell(NamedTuple):
     dtype: str
 
     def row(self) -> Row:
-        """Returns the values of a row that describe the cell, without its bundle's path, and the
-        machine.
-        """
         row = self._asdict() | {"cpu": cpu(), "os": platform.platform()}
         del row["bundle"]
         return row
 
 
 def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[Cell]:
-    """Returns a cell for each model, sequence length, rank and quantization in the options, and
-    exports bundles where needed.
-    """
     cells = []
     for model in quantized_models(options, work):
         bundle = Path(model)
@@ -95,7 +83,7 @@ def quantized_models(options: dict[str, Any], work: Path) -> Iterator[str]:
 
 
 def export(model: str, options: dict[str, Any], layers: int | None, work: Path) -> Path:
-    """Returns the path of the model's bundle in `work`. Exports the bundle if needed.
+    """Returns the path of the model's bundle in `work`.
 
     The bundle has the model's own weights if the table has the option `data`, and for the demo
     model and GGUF files. Otherwise the weights are random.

@@ -108,9 +108,6 @@ def in_unit(heading: str, value: Any) -> Any:
 
 
 def averages(rows: list[Row], by: tuple[str, ...], headings: list[str]) -> dict[str, str]:
-    """Returns a line with the number of rows, the means under `headings`, and the values under
-    `by`, which are the same in all rows.
-    """
     line = {name: texts(rows[0])[name] for name in by} | {"rows": str(len(rows))}
     for key, _ in map(COLUMNS.get, headings):
         values = [row[key] for row in rows if row[key] is not None]

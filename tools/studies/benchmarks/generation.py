@@ -43,14 +43,10 @@ class Use(NamedTuple):
 
 
 class Writer:
-    """A process that generates texts."""
-
     def __init__(self, process: subprocess.Popen[str], is_engine: bool) -> None:
         self.process, self.is_engine = process, is_engine
 
     def write(self, prompts: list[list[int]], tokens: int) -> Use:
-        """Generates `tokens` tokens greedily after each prompt, and returns the time and memory
-        used."""
         began, cpu = time.perf_counter(), self._cpu_seconds()
         peak, adapters = (
             self._ask_engine(prompts, tokens) if self.is_engine else (self._ask(prompts, tokens), 0)
@@ -92,8 +88,6 @@ class Writer:
         raise MespError("A process that generates ended early.")
 
     def _cpu_seconds(self) -> float | None:
-        """Returns the processor time of all threads in seconds, or None on a system other than
-        Linux."""
         path = Path(f"/proc/{self.process.pid}/stat")
         if not path.exists():
             return None
@@ -105,7 +99,6 @@ class Writer:
 def running(
     command: list[str | Path], settings: dict[str, Any], work: Path, threads: int, preload: str = ""
 ) -> Iterator[Writer]:
-    """Runs a process with a file of settings, and yields its Writer."""
     paths = (str(TOOLS), os.environ.get("PYTHONPATH"))
     environment = with_threads(threads) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= {"LD_PRELOAD": preload} if preload else {}
@@ -196,7 +189,6 @@ def measure_adapters(
 
 
 def write_adapters(folder: Path, cell: Cell) -> None:
-    """Writes adapters of the cell's rank in mlx-lm's format."""
     config = {
         "fine_tune_type": "lora",
         "num_layers": cell.blocks,
@@ -210,8 +202,6 @@ def write_adapters(folder: Path, cell: Cell) -> None:
 def _measure(
     cell: Cell, writers: dict[tuple[str, int], Writer], tokens: int, tell: Callable[[int], None]
 ) -> dict[tuple[str, int], list[tuple[Use, Use]]]:
-    """Returns the costs of generating 1 token and 1 + `tokens` tokens, by writer and number of
-    texts."""
     vocabulary = read_manifest(cell.bundle).architecture.vocab_size
     random = np.random.default_rng(0)
     uses: dict[tuple[str, int], list[tuple[Use, Use]]] = {key: [] for key in writers}

@@ -24,7 +24,6 @@ def cpu() -> str:
 
 
 def host() -> dict[str, Any]:
-    """Returns the machine's description for the file of rows."""
     return {
         "cpu": cpu(),
         "cores": os.cpu_count(),

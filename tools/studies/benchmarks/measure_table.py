@@ -1,5 +1,3 @@
-"""Measures a table, and prints, writes and draws its rows."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The paper's figures, from paper.json."""
-
 from __future__ import annotations
 
 import json
@@ -27,8 +25,7 @@ _GOAL_LENGTH, _LONGEST = 4096, 1024
 def peak_and_goal(cell: Cell) -> tuple[float | None, float | None]:
     """Returns the paper's peak memory of MeSP and the goal for this implementation, in bytes.
 
-    The peak is None if the paper has none for the cell. The goal is None if it cannot be derived
-    from the paper's peaks.
+    The peak is None if the paper has none for the cell.
     """
     name = cell.model.removesuffix("-Instruct")
     peaks = {t: mb * 1e6 for t, mb in PEAK_MB.get(name, {}).items()}

@@ -1,5 +1,3 @@
-"""Repeats the paper's exhibits in a short form, and writes a Markdown page about them."""
-
 from __future__ import annotations
 
 import itertools
@@ -26,11 +24,9 @@ PAGE = "paper.md"
 
 
 class Exhibit(NamedTuple):
-    """An exhibit of the paper, with the table that measures it."""
-
     title: str
     table: str
-    given: tuple[str, ...]  # command-line options that the exhibit uses
+    given: tuple[str, ...]
     options: dict[str, Any]
     columns: tuple[str, ...]
     panels: tuple[str, ...]  # headings to draw; no picture if empty
@@ -63,8 +59,6 @@ EXHIBITS = (
 
 
 def measure_paper(options: dict[str, Any], work: Path, command: str) -> list[Row]:
-    """Measures all exhibits, writes the page to the folder `paper` in `work`, and returns the
-    failed rows."""
     folder = work / "paper"
     check_plot(folder / "plot.png")
     engine_program()
@@ -110,9 +104,6 @@ def page(rows: dict[str, list[Row]], command: str) -> str:
 
 
 def compared(rows: dict[str, list[Row]]) -> Iterator[dict[str, str]]:
-    """Yields the lines of the summary. Each has a figure's name, the paper's value and the value
-    measured here.
-    """
     for row in rows["length"]:
         model, tokens = row["model"], row["seq_len"]
         if row["footprint_peak_bytes"] is None:

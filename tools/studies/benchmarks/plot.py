@@ -18,7 +18,6 @@ LOG_FROM = 10
 
 
 def check_plot(path: Path) -> None:
-    """Raises MespError if a plot cannot be drawn to this file."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise MespError(f"{path} must end in .png, .svg or .pdf.")
     try:
@@ -30,8 +29,6 @@ def check_plot(path: Path) -> None:
 def draw(path: Path, rows: list[Row], kind: Kind) -> None:
     """Draws a panel for each heading in `kind.ys`, with a line for each combination of model,
     variant, number of blocks, sequence length and rank.
-
-    The quantity on the x axis is not a part of the combination.
     """
     from matplotlib.figure import Figure
 

@@ -1,5 +1,3 @@
-"""Compares a step on preference data with a supervised step on the same sequences."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Runs the engine and the Python measurements in separate processes."""
-
 from __future__ import annotations
 
 import ctypes
@@ -23,7 +21,6 @@ from mesp.settings.optimizer_defaults import PAPER
 from mesp.settings.train_settings import TrainSettings
 from studies.benchmarks.cells import Cell
 
-# Default settings of runs in Python.
 SETTING = {"learning_rate": PAPER["learning_rate"]} | {
     each.name: each.default
     for each in fields(TrainSettings)
@@ -40,7 +37,7 @@ ENVIRONMENT = {
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 TOOLS = Path(__file__).resolve().parents[2]
 
-Tell = Callable[[int], None]  # called with the number of finished steps
+Tell = Callable[[int], None]
 engine_program = cache(find_engine)
 
 
@@ -90,10 +87,6 @@ def run_program(
     command: list[str | Path], settings: dict[str, Any], work: Path, tell: Tell,
     environment: dict[str, str] | None = None,
 ) -> RunLog:  # fmt: skip
-    """Runs a program with a file of settings, and returns a log of the records that it prints.
-
-    Raises MespError if the program fails.
-    """
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="run-", dir=work.resolve()) as folder:
         path, errors = Path(folder, "settings.json"), Path(folder, "errors")

@@ -39,10 +39,8 @@ from studies.benchmarks.variants import (
 )
 from studies.in_peft.inputs import first_adapters, write_inputs
 
-# The number of steps after which a step's peak memory should not grow.
 SETTLED_AFTER = 10
 
-# Entries of the engine's plan that a row includes.
 PLANNED = ("offload", "kept_blocks", "tile_bytes", "mapped_bytes", "predicted_peak_bytes",
            "least_peak_bytes")  # fmt: skip
 
@@ -57,7 +55,6 @@ RATIOS = {
 
 
 def new_row(cell: Cell, variant: Variant) -> Row:
-    """Returns a row without measurements."""
     peak, goal = paper.peak_and_goal(cell)
     return {
         **cell.row(),
@@ -135,7 +132,6 @@ def measure(
 def train_with_peft(
     cell: Cell, variant: Variant, steps: int, work: Path, python: Path, tell: Tell
 ) -> RunLog:
-    """Trains the bundle's dequantized weights with PEFT on the engine's windows."""
     bundle, (seed, rank) = Bundle(cell.bundle), (SETTING["seed"], cell.rank)
     ids = np.stack([np.array(w)[None] for w in windows(bundle, cell.seq_len, seed, steps)])
     settings = {"optimizer": "sgd", "rates": [SETTING["learning_rate"]] * steps, "rank": rank}
@@ -152,7 +148,6 @@ def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
     """Extrapolates the whole model's row linearly from the rows with the fewest and the most
     blocks.
 
-    For the engine's methods, the plan and the predicted peak are computed for the whole model.
     Returns None if fewer than two rows succeeded.
     """
     row = new_row(full, variant)
@@ -177,7 +172,6 @@ def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
 
 
 def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[str, Any]:
-    """Returns the engine's settings for the variant, and writes the memory limit into the row."""
     settings = engine_settings(cell, variant)
     if variant.limit == "auto":
         return settings
@@ -198,7 +192,6 @@ def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[s
 
 
 def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
-    """Returns the settings of a run of the engine."""
     what = {
         "bundle": str(cell.bundle.resolve()),
         "device": cell.device,
@@ -210,14 +203,12 @@ def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
 
 
 def first(row: Row, rows: list[Row], method: str) -> Row:
-    """Returns the first row with this method and the model, sizes and threads of `row`, or {}."""
     same = {name: row[name] for name in ("model", "blocks", "seq_len", "rank", "threads")}
     same["method"] = method
     return next((r for r in rows if all(r[n] == value for n, value in same.items())), {})
 
 
 def compare(rows: list[Row]) -> None:
-    """Computes the values of each row that depend on other values or other rows."""
     for row in rows:
         peak = row["footprint_peak_bytes"]
         if peak and row["baseline_bytes"]:

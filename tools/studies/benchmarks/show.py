@@ -1,5 +1,3 @@
-"""Prints a table, with averages and notes."""
-
 from __future__ import annotations
 
 import sys
@@ -56,8 +54,7 @@ def show(lines: list[dict[str, str]]) -> None:
 def markdown(lines: list[dict[str, str]], width: int | None = TABLE_WIDTH) -> str:
     """Returns a Markdown table of at most `width` characters a line, or of the terminal's width for
     None.
-
-    Columns without values are left out."""
+    """
     table = Table(box=box.MARKDOWN)
     columns = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
     for name in columns:

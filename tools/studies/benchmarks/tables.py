@@ -1,6 +1,3 @@
-"""The tables that can be measured: their default options, and the functions that measure their
-rows."""
-
 from __future__ import annotations
 
 import itertools
@@ -43,7 +40,7 @@ HYBRIDS = ("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "LFM2-350M", "LFM2-700M",
 # MeZO's noisy estimates would make its loss diverge at the exact methods' learning rate.
 CONVERGENCE_RATES = {"mesp": 0.1, "mebp": 0.1, "mezo": 1e-4}
 CONVERGENCE_REPORTS = 10
-ROUNDS = 3  # rounds, each of which measures all variants
+ROUNDS = 3
 PARTS: dict[str, dict[str, Any]] = {
     "all": {},
     "q,v": {"projections": ["q", "v"]},
@@ -60,14 +57,12 @@ _RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits
          "threads": (), "peft": None}  # fmt: skip
 _DEMO = {**_SIZE, "models": ("demo",)}
 
-RECORDS = 512  # records in the data of the tables `records`, `packing` and `packing-gpu`
+RECORDS = 512
 
-# Entries of the engine's counts that a row includes.
 COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes",
            "modelled_seconds", "new_buffer_bytes", "command_buffers", "spinning_seconds",
            "first_kernels", "most_first_kernels")  # fmt: skip
 
-# The options of each table, with their defaults.
 TABLES: dict[str, dict[str, Any]] = {
     "memory": {**_RUNS, "methods": ENGINE_METHODS},
     "length": {
@@ -117,8 +112,6 @@ TABLES: dict[str, dict[str, Any]] = {
 
 
 class Bench:
-    """A table's options, the folder of its runs, and their progress on a terminal."""
-
     def __init__(self, table: str, options: dict[str, Any], work: Path) -> None:
         self.table, self.options, self.work = table, options, work
         self.steps = options.get("steps")
@@ -130,7 +123,6 @@ class Bench:
         return [cell for count in counts for cell in find_cells(self.options, count, self.work)]
 
     def doing(self, cell: Cell, what: object) -> Tell:
-        """Shows that a run begins, and returns a function that shows its finished steps."""
         text = f"{cell.model}, {cell.seq_len} tokens, {what}"
         self.status.update(text)
         return lambda step: self.status.update(f"{text}: step {step} of {self.steps}")
@@ -172,8 +164,6 @@ def count_step(bench: Bench, cell: Cell, **settings: float) -> Row:
 
 
 def functions_rows(bench: Bench) -> Iterator[Row]:
-    """Yields four rows for each cell: with the bundle's block functions, without them, with LoRA
-    dropout, and with DoRA."""
     for cell in bench.cells():
         bare = cell._replace(bundle=without_functions(cell.bundle, bench.work / "bare.mesp"))
         yield count_step(bench, cell) | {"forward_pass": "functions"}
@@ -183,7 +173,6 @@ def functions_rows(bench: Bench) -> Iterator[Row]:
 
 
 def python_rows(bench: Bench) -> Iterator[Row]:
-    """Runs the table's measurement in Python, and yields a row for each result."""
     for cell in bench.cells():
         settings = {"kind": bench.table, "steps": bench.steps}
         run = run_python(cell, settings, bench.work, bench.doing(cell, bench.table))
@@ -214,9 +203,7 @@ def convergence_rows(bench: Bench) -> Iterator[Row]:
 
 
 def defaults_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for each update of `sweep` at the first rank. At the other ranks, yields a row
-    for mesp-train's default update only.
-    """
+    """Yields a row for each update of `sweep` at the first rank."""
     cells = itertools.groupby(bench.cells(), key=lambda cell: (cell.bundle, cell.seq_len))
     for (bundle, _), ranks in cells:
         width = read_manifest(bundle).architecture.hidden_size
@@ -243,9 +230,6 @@ def defaults_rows(bench: Bench) -> Iterator[Row]:
 
 
 def sweep(rate: float, warmup: int) -> dict[str, dict[str, Any]]:
-    """Returns the settings of the sweep's updates, by name. Most use AdamW with a multiple of
-    `rate`."""
-
     def adamw(factor: float, **more: Any) -> dict[str, Any]:
         return {"optimizer": "adamw8bit", "learning_rate": factor * rate} | more
 
@@ -327,7 +311,6 @@ def packing_rows(bench: Bench) -> Iterator[Row]:
 
 
 def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
-    """Yields the rows of `packing_rows` for a phone's GPU, with modelled times."""
     *shorter, longest = sorted(set(bench.options["seq_lens"]))
     sizes = like_chat()
     # The sizes of the records that run unpacked at each length. A record may have one token more
@@ -467,9 +450,6 @@ def parts_rows(bench: Bench) -> Iterator[Row]:
 
 
 def largest_difference(rows: list[Row]) -> float:
-    """Returns the largest relative difference between MeSP's and MeBP's losses, or NaN if a loss is
-    NaN.
-    """
     differences = [0.0]
     for cell in grouped(rows, SIZE):
         mesp, mebp = (r["losses"] + [loss for _, loss in r["held_out"]] for r in cell[:2])
@@ -478,9 +458,7 @@ def largest_difference(rows: list[Row]) -> float:
 
 
 def check_agreement(rows: list[Row]) -> None:
-    """Prints the largest relative difference between MeSP's and MeBP's losses. Raises MespError if
-    it exceeds AGREEMENT or is NaN.
-    """
+    """Raises MespError if it exceeds AGREEMENT or is NaN."""
     largest = largest_difference(rows)
     click.echo(f"MeSP and MeBP: largest relative difference of a loss {largest:.1e}.")
     if not largest <= AGREEMENT:
@@ -488,8 +466,6 @@ def check_agreement(rows: list[Row]) -> None:
 
 
 class Kind(NamedTuple):
-    """How a table is measured and shown."""
-
     rows: Callable[[Bench], Iterator[Row]]
     x: str | None  # None: the sequence length or, if only the rank varies, the rank
     ys: tuple[str, ...]
@@ -521,7 +497,7 @@ Polling is the longest time in which `eval` keeps a core busy. Fast, strict and 
 trainer's command buffers in place of MLX's. Fast: each is complete at once. Strict: none is
 complete before it must be, and the last one's completion handlers are late. Slow: those of many are
 late. Modelled: the seconds, from the counts and assumed speeds of a phone.
-See docs/ledger.md.""",
+See docs/gpu.md.""",
     ),
     "functions": Kind(
         functions_rows,
@@ -612,7 +588,7 @@ length that holds it, and packed into one sequence a step.""",
         packing_gpu_rows,
         None,
         ("kernels", "evals", "modelled s", "records/s"),
-        """The table packing on a phone's GPU, with the ledger's model of the time (docs/ledger.md).
+        """The table packing on a phone's GPU, with the ledger's model of the time (docs/gpu.md).
 Counts of unpacked records are means over steps, and the peak is the largest.""",
     ),
     "convergence": Kind(

@@ -1,5 +1,3 @@
-"""Plans of MeSP's training: what is on disk, and how many blocks keep their intermediates."""
-
 from __future__ import annotations
 
 from pathlib import Path

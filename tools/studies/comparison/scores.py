@@ -1,5 +1,3 @@
-"""Scores adapters, and compares the scores of two trainers."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -42,7 +40,6 @@ class Scores(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """The mean loss in nats per token."""
         return self.losses.sum() / self.targets.sum()
 
 
@@ -60,7 +57,6 @@ def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) 
 
 
 def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
-    """Returns the scores of mlx-lm's model on the held-out sequences."""
     tokenizer = load_bundle_tokenizer(bundle.path)
     rows = []
     for ids, counts in islice(read_sequences(bundle, "valid", task.seq_len), task.held_out):
@@ -89,7 +85,7 @@ def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | No
     """Returns the token ids of a text outside of the task, int32 [n], to measure forgetting.
 
     The text is the end of `file` or, without a file, of the held-out part of Python's
-    documentation. Returns None if there is no file and the documentation is the task.
+    documentation.
     """
     if file is not None:
         text = read_text(file)
@@ -103,7 +99,6 @@ def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | No
 
 
 def loss_of_text(model: nn.Module, ids: np.ndarray, seq_len: int) -> float:
-    """Returns the mean loss over windows of the token ids [n], in nats per token."""
     rows = (len(ids) - 1) // seq_len
     total = 0.0
     for start in range(0, rows * seq_len, seq_len):
@@ -113,8 +108,6 @@ def loss_of_text(model: nn.Module, ids: np.ndarray, seq_len: int) -> float:
 
 
 class Difference(NamedTuple):
-    """A difference of means, with its 95% bootstrap interval."""
-
     mean: float
     low: float
     high: float
@@ -129,8 +122,7 @@ def paired(
     """Returns the difference, ours less theirs, of the loss per token or of the share of exact
     answers.
 
-    Both scores of a pair have the same seed. Each resample draws held-out sequences, and uses them
-    for all scores.
+    Both scores of a pair have the same seed.
     """
     if what == "loss":
         above = sum(a.losses - b.losses for a, b in zip(ours, theirs, strict=True))

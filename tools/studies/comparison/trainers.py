@@ -64,7 +64,6 @@ def with_mesp(
     folder: Path,
     options: tuple[object, ...] = (),
 ) -> Trained:
-    """Trains with mesp-train. `options` are further options of the command."""
     rate = MEZO_RATE if "mezo" in options else rate_of(task, optimizer)
     beta2 = ("--beta2", BETA2) if optimizer != "sgd" else ()
     command(
@@ -78,7 +77,6 @@ def with_mesp(
 
 
 def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Path) -> Trained:
-    """Trains with mlx-lm's trainer on the bundle's quantized weights."""
     opened = Bundle(bundle)
     model = opened.to_mlx_lm()
     model.set_dtype(mx.float32)

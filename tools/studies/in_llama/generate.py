@@ -2,10 +2,8 @@
 
     python -m studies.in_llama.generate SETTINGS.json
 
-Reads a request per line, for example `{"prompts": [[1, 2]], "tokens": 8}` with token ids. For this
-request, generates 8 greedy tokens after each prompt. Then prints a line with the numbers of
-generated tokens and the highest footprint so far. Keys and values are float32. llama.cpp quantizes
-activations to 8 bits.
+Reads a request per line, for example `{"prompts": [[1, 2]], "tokens": 8}` with token ids. Keys and
+values are float32. llama.cpp quantizes activations to 8 bits.
 """
 
 from __future__ import annotations

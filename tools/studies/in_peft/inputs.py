@@ -1,5 +1,3 @@
-"""Writes the inputs of a training run with PEFT, in files that can be read without MLX and MeSP."""
-
 from __future__ import annotations
 
 import json
@@ -30,7 +28,6 @@ def write_inputs(
 
 
 def first_adapters(bundle: Bundle, rank: int, seed: int) -> dict[str, mx.array]:
-    """Returns the engine's initial adapters, by mlx-lm's names."""
     arch, arrays = bundle.architecture, {}
     for layer, flat in enumerate(reference.init_lora(arch, rank, seed)):
         for module, (a, b) in reference.unpack_lora(flat, arch.blocks[layer]).items():
@@ -40,7 +37,6 @@ def first_adapters(bundle: Bundle, rank: int, seed: int) -> dict[str, mx.array]:
 
 
 def write_model(bundle: Bundle, folder: Path) -> None:
-    """Writes the bundle's dequantized weights as a float32 Hugging Face model."""
     arch = bundle.architecture
     columns, head = arch.hidden_size, bundle.head()
     tensors = {"model.norm.weight": head["norm"]}

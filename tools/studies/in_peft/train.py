@@ -103,7 +103,6 @@ def in_nf4(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def write_base(model: torch.nn.Module, source: Path, folder: Path) -> None:
-    """Writes a quantized model's dequantized float32 weights as a Hugging Face model."""
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Params4bit
 

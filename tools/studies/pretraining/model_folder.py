@@ -62,7 +62,6 @@ The weights are under the MIT licence.
 def write_folder(
     out: Path, model: Model, tokenizer: Tokenizer, config: dict, facts: dict[str, str]
 ) -> None:
-    """Writes the Hugging Face folder to a temporary place, then moves it to `out`."""
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         folder.chmod(0o755)
@@ -108,7 +107,6 @@ def write_folder(
 
 
 def check_out(out: Path) -> None:
-    """Raises UsageError if `out` cannot be written, or contains something other than a model."""
     if out.exists() and not out.is_dir():
         raise click.UsageError(f"{out} is a file, not a folder.")
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():

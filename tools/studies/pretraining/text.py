@@ -1,5 +1,3 @@
-"""Reads the demo model's training text, trains its tokenizer and makes batches."""
-
 from __future__ import annotations
 
 import unicodedata
@@ -27,8 +25,6 @@ QWEN2_PATTERN = (
 def read_text(path: Path) -> str:
     """Returns a text file's text, without control characters other than line ends and tabs, and
     without blank space at both ends but with a final line end.
-
-    Raises UsageError if the file cannot be read or has no text.
     """
     try:
         text = source_files.read_text(path)
@@ -41,7 +37,6 @@ def read_text(path: Path) -> str:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer of `vocab_size` tokens with Qwen2's pre-tokenization."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,5 +1,3 @@
-"""The parity study's tasks, and their bundles."""
-
 from __future__ import annotations
 
 import json
@@ -52,14 +50,13 @@ def export(
     task: Task,
     model: str,
     folder: Path,
-    more_ranks: Iterable[int] = (),
     gsm8k: str = GSM8K_DATA,
     more_lengths: Iterable[int] = (),
 ) -> Path:
     """Exports a model with a task's data, and returns the bundle's path.
 
-    The bundle has the ranks `RANK` and `more_ranks`, and the task's sequence length and
-    `more_lengths`. `gsm8k` is the data source for the task GSM8K.
+    The bundle has the task's sequence length and `more_lengths`. `gsm8k` is the data source for the
+    task GSM8K.
     """
     bundle = folder / f"{task.name}.mesp"
     if task.name == GSM8K.name:
@@ -71,12 +68,7 @@ def export(
     command(
         "mesp.commands.export",
         *("--model", model, "--out", bundle, "--overwrite"),
-        *(
-            "--seq-len",
-            ",".join(map(str, (task.seq_len, *more_lengths))),
-            "--rank",
-            ",".join(map(str, (RANK, *more_ranks))),
-        ),
+        *("--seq-len", ",".join(map(str, (task.seq_len, *more_lengths))), "--rank", RANK),
         *("--data", *data),
     )
     return bundle
@@ -101,7 +93,6 @@ def write_data(task: Task, folder: Path) -> Path:
 
 
 def command(module: str, *arguments: object) -> None:
-    """Runs a command of the project. Raises MespError with the error output on failure."""
     line = [sys.executable, "-c", f"from {module} import main; main()", *map(str, arguments)]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode != 0:

@@ -1,5 +1,3 @@
-"""Extracts the answer to a problem of GSM8K."""
-
 from __future__ import annotations
 
 import re

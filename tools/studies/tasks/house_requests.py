@@ -1,8 +1,7 @@
 """Requests to a house, and the JSON that each asks for.
 
 A command names an action, a thing, a place and a time. A request states a command in one of many
-wordings. About one in five commands is held out. Requests for held-out commands use the wordings
-`UNHEARD`.
+wordings. About one in five commands is held out.
 """
 
 from __future__ import annotations
@@ -13,18 +12,15 @@ import random
 import zlib
 from typing import NamedTuple
 
-HELD_OUT = 5  # about one command in this many
+HELD_OUT = 5
 
 
 class Case(NamedTuple):
-    """A request, and the JSON that is its only right answer."""
-
     prompt: str
     completion: str
 
 
 WHERE = ["kitchen", "bedroom", "garage", "garden", "office", "hall", "library", "cellar"]
-# For each thing, the action that each wording asks for.
 DO = {
     "light": {"turn on": "on", "turn off": "off"},
     "heating": {"turn up": "up", "turn down": "down"},
@@ -68,7 +64,6 @@ UNHEARD = [
 def cases(
     count: int, seed: int, *, held_out: bool, whens: dict[str, list[str]] = WHEN
 ) -> list[Case]:
-    """Returns `count` different cases, held out or not, with times from `whens`."""
     draw = random.Random(seed)
     found: dict[Case, None] = {}
     while len(found) < count:

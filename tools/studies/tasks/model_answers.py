@@ -1,5 +1,3 @@
-"""Compares the answers of a bundle's model with the right ones."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -13,12 +11,10 @@ from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine.process import evaluator
 from studies.tasks.house_requests import Case
 
-AT_ONCE = 8  # answers generated in one batch
+AT_ONCE = 8
 
 
 class Answer(NamedTuple):
-    """The generated part of an answer, and whether the answer is right."""
-
     text: str
     is_right: bool
 

@@ -1,8 +1,7 @@
 """Spoken notes, and the calendar entry as JSON that each asks for.
 
 A note names an event, its time, and perhaps people and a place, as people dictate. Notes have
-hesitations and corrections, but no punctuation. Held-out notes have other events, people, places,
-wordings, and pairs of a day and a time than the training notes.
+hesitations and corrections, but no punctuation.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ import random
 import zlib
 from typing import NamedTuple
 
-HELD_OUT = 5  # about one pair of a day and a time in this many
+HELD_OUT = 5
 
 INSTRUCTION = "Calendar entry as JSON with title, with, where, day, time: "
 
 
 class Case(NamedTuple):
-    """A note with the instruction, and the JSON that is its only right answer."""
-
     prompt: str
     completion: str
 
@@ -40,7 +37,6 @@ class Words(NamedTuple):
 
 
 def _pairs(first: str, second: str) -> list[str]:
-    """Returns all pairs of a word of `first` and a word of `second`."""
     return [" ".join(pair) for pair in itertools.product(first.split(), second.split())]
 
 

@@ -140,7 +140,6 @@ def _q2_0(blocks: np.ndarray) -> Arrays:
 
 
 def _of_two_groups(codes: np.ndarray, fields: np.ndarray) -> Arrays:
-    """Returns blocks of 256 codes with one scale as two groups of 128."""
     scale = np.repeat(_half(fields)[..., None], 2, axis=-1)
     return codes, scale, -scale
 
@@ -169,15 +168,14 @@ def _trits(fields: np.ndarray, count: int) -> np.ndarray:
 def _tq1_0(blocks: np.ndarray) -> Arrays:
     """Returns the codes, scales and biases of TQ1_0 blocks.
 
-    Codes are 0 to 2. A block has 52 bytes of codes. Each of the last four of these bytes holds four
-    codes, and each of the other bytes holds five.
+    A block has 52 bytes of codes. Each of the last four of these bytes holds four codes, and each
+    of the other bytes holds five.
     """
     parts = [_trits(blocks[..., :32], 5), _trits(blocks[..., 32:48], 5)]
     codes = np.concatenate([*parts, _trits(blocks[..., 48:52], 4)], axis=-1)
     return _of_two_groups(codes, blocks[..., 52:])
 
 
-# Type -> (bytes of a block, MLX's quantization, decoder).
 CARRIED: dict[str, tuple[int, Quantization, Callable[[np.ndarray], Arrays]]] = {
     "Q4_0": (18, Quantization(4, 32), _q4_0),
     "Q4_1": (20, Quantization(4, 32), _q4_1),
@@ -199,16 +197,12 @@ _NOT_OF_THE_PACKAGE = ("Q1_0", "Q2_0", "PQ2_0")
 
 
 def arrays(kind: str, data: np.ndarray) -> Arrays:
-    """Decodes rows of blocks, whose type `kind` is in `CARRIED`.
-
-    Returns the codes, the scales and, if the type has them, the biases."""
     size, _, decode = CARRIED[kind]
     parts = decode(data.reshape(len(data), -1, size))
     return tuple(np.ascontiguousarray(part.reshape(len(data), -1)) for part in parts)
 
 
 def numbers(kind: str, data: np.ndarray) -> np.ndarray:
-    """Dequantizes rows of blocks of a supported type to float32."""
     if kind not in _NOT_OF_THE_PACKAGE:
         return gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
     codes, *others = arrays(kind, data)

@@ -1,5 +1,3 @@
-"""Makes the config.json of a GGUF file from its metadata and tensors."""
-
 from __future__ import annotations
 
 import math
@@ -27,8 +25,6 @@ _NOTHING = ("rope.scaling.finetuned", "rope.dimension_sections", "attention.head
 
 
 class _Metadata:
-    """The metadata of a file under its architecture's prefix."""
-
     def __init__(self, gguf: GGUF, prefix: str):
         self.gguf, self.prefix = gguf, prefix
         self.read: set[str] = set()
@@ -60,8 +56,6 @@ class _Metadata:
         return value
 
     def refuse_unread(self) -> None:
-        """Raises MespError for a key of RoPE or attention that was not read and is not in
-        `_NOTHING`."""
         for key in self.gguf.metadata:
             name = key.removeprefix(f"{self.prefix}.")
             if (
@@ -77,9 +71,7 @@ class _Metadata:
 
 
 def config_of(gguf: GGUF) -> dict[str, Any]:
-    """Returns the model's config.json, without its quantization.
-
-    Raises MespError if the file is not a whole model of a supported kind, or if the metadata is
+    """Raises MespError if the file is not a whole model of a supported kind, or if the metadata is
     incomplete, invalid or not supported.
     """
     if rotation := next((key for key in sorted(gguf.metadata) if "hadamard" in key), None):
@@ -329,7 +321,6 @@ def _factors(gguf: GGUF, name: str) -> list[float]:
 
 
 def _llama3(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns Llama 3's scaling, found from the frequencies' factors in the file."""
     factors = np.array(_factors(its.gguf, "rope_freqs.weight"))
     size = config["head_dim"]
     theta = config["rope_theta"]

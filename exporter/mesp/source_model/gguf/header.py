@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: its metadata, and the places of its tensors. Copies such files.
+"""Reads the header of a GGUF file: its metadata, and the places of its tensors.
 
 The gguf package's reader is not used, because it trusts the counts in the file and is slow.
 """
@@ -23,8 +23,7 @@ from mesp.folders import check_disk
 from mesp.source_model.gguf.blocks import numbers
 
 VERSIONS = (2, 3)
-ENTRIES = 1 << 16  # maximum number of metadata keys, and of tensors
-# maximum length of an array; a vocabulary of 262,144 tokens has about 514,000 merges
+ENTRIES = 1 << 16
 ITEMS = 1 << 22
 DIMENSION = 1 << 31
 _NUMBERS = {
@@ -32,9 +31,7 @@ _NUMBERS = {
     11: "<i8", 12: "<f8",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_KINDS = {
-    kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()
-}  # type number -> (name, weights of a block, bytes of a block)
+_KINDS = {kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
 _Q2_0 = 42  # the type number of Q2_0 in llama.cpp, and of PQ2_0 in some files of PrismML
 _OF_BOTH = [("Q2_0", 64, 18), ("PQ2_0", 128, 34)]
 _KINDS |= {_Q2_0: _OF_BOTH[0], 142: _OF_BOTH[1], 143: ("PTQ1_0", 128, 28)}
@@ -50,7 +47,7 @@ class Tensor:
 
     type: str
     shape: tuple[int, ...]
-    data: np.ndarray | None  # None if the type is unknown
+    data: np.ndarray | None
     number: int
 
 
@@ -58,8 +55,7 @@ class Tensor:
 class GGUF:
     """The metadata and tensors of a memory-mapped file, by key and by name.
 
-    `keys` are the file's first bytes, up to the end of the metadata. Tensors begin at multiples of
-    `alignment`.
+    `keys` are the file's first bytes, up to the end of the metadata.
     """
 
     path: Path
@@ -69,19 +65,12 @@ class GGUF:
     alignment: int
 
     def text(self, key: str, default: str = "") -> str:
-        """Returns the text of a metadata key.
-
-        Returns `default` if there is no such key, and "" if its value is not text.
-        """
         value = self.metadata.get(key, default)
         return value if isinstance(value, str) else ""
 
     @classmethod
     def read(cls, path: Path) -> GGUF:
-        """Reads the header of the file at `path`.
-
-        Raises MespError if the file cannot be read or is not a whole GGUF file.
-        """
+        """Raises MespError if the file cannot be read or is not a whole GGUF file."""
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise ValueError("it is not a regular file")
@@ -141,8 +130,6 @@ def copy(
 
 
 class _Cursor:
-    """Reads little-endian values one after another. Raises ValueError at the end of the data."""
-
     def __init__(self, data: np.ndarray):
         self.data, self.at = memoryview(data), 0
 

@@ -26,8 +26,6 @@ _INTERLEAVED = ("LLAMA", "SMOLLM3", "GRANITE", "GRANITE_HYBRID", "MINICPM", "MIS
 
 
 class Names:
-    """The names of tensors, and the order of their rows and columns, in a GGUF file."""
-
     def __init__(self, arch: Architecture):
         self.arch = arch
         self.name = ARCHITECTURES[arch.model_type]
@@ -38,10 +36,7 @@ class Names:
         self.map = gguf.get_tensor_name_map(number, arch.num_hidden_layers)
 
     def tensor(self, name: str) -> str:
-        """Returns the name in the file of a tensor with MeSP's name `name`.
-
-        Raises KeyError if the architecture has no such tensor.
-        """
+        """Raises KeyError if the architecture has no such tensor."""
         theirs = name_there(name, self.arch.model_type).replace(".dt_bias", ".dt_proj.bias")
         theirs = theirs.replace(".expert_bias", ".expert_bias.bias")
         theirs = theirs.replace(".switch_mlp.", ".experts.")
@@ -51,9 +46,6 @@ class Names:
         return found
 
     def rows(self, block: Block, name: str) -> np.ndarray | None:
-        """Returns the row in the file of each row of a block's tensor, or None if the order is the
-        same.
-        """
         module, mixer = name.removesuffix(".weight").removesuffix(".bias"), block.mixer
         if isinstance(mixer, GatedDeltaNet):
             values = _heads(mixer, mixer.value_head_dim)
@@ -78,16 +70,13 @@ class Names:
         return None
 
     def columns(self, block: Block, module: str) -> np.ndarray | None:
-        """Returns the column in the file of each column of a block's matrix, or None if the order
-        is the same.
-        """
         if module == "linear_attn.out_proj":
             return _heads(block.mixer, block.mixer.value_head_dim)
         return None
 
 
 def _heads(mixer: GatedDeltaNet, size: int) -> np.ndarray:
-    """Returns the index in the file of each channel of the value heads. A head has `size` channels.
+    """Returns the index in the file of each channel of the value heads.
 
     In MeSP, the value heads of a key head are adjacent. In the file, the first value heads of all
     key heads come first, then the second ones, and so on.

@@ -1,5 +1,3 @@
-"""Writes a GGUF file's tokenizer in Hugging Face's format."""
-
 from __future__ import annotations
 
 import json
@@ -22,10 +20,8 @@ from tokenizers import (
 from mesp.errors import MespError
 from mesp.source_model.gguf.header import GGUF
 
-# Token types in GGUF.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-_LONGEST, _MOST = 1024, 1 << 20  # maximum characters of a token, and maximum number of tokens
-# The maximum number of characters of all merges together: about 32 for each of 500,000 merges.
+_LONGEST, _MOST = 1024, 1 << 20
 _MERGED = 1 << 24
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
@@ -56,10 +52,8 @@ PRE_TOKENIZERS = {
 }
 # Tokenizers that keep a word whole if it is a token. By default, they also add the begin token.
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "lfm2", "tekken")
-# Tokenizers that first normalize a text to NFC.
 _COMPOSED = ("qwen2", "qwen35")
 
-# Tokens that end an answer, in addition to those in the metadata.
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
     "<|eom_id|>", "<EOT>",
@@ -67,10 +61,7 @@ _ENDS = (
 
 
 def write_tokenizer(file: GGUF, folder: Path) -> None:
-    """Writes the file's tokenizer into a folder, in Hugging Face's format.
-
-    Raises MespError if the tokenizer is invalid, or of an unsupported kind.
-    """
+    """Raises MespError if the tokenizer is invalid, or of an unsupported kind."""
     kind = file.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise MespError(
@@ -230,7 +221,6 @@ def _add_tokens(tokenizer: Tokenizer, file: GGUF, tokens: list[str], types: np.n
 
 
 def _template(file: GGUF, kind: str, tokens: list[str], special: dict[str, int]) -> Any:
-    """Returns the post-processor that adds the begin and end tokens, or None if none are added."""
     begins = kind == "llama" or file.metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     begins = file.metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos" in special
     ends = file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in special

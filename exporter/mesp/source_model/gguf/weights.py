@@ -1,5 +1,3 @@
-"""The weights of a GGUF file, in MLX's quantized formats if a matrix in the file is quantized."""
-
 from __future__ import annotations
 
 import math
@@ -32,8 +30,6 @@ _PARTS = ("weight", "scales", "biases")
 
 
 class GGUFWeights:
-    """The tensors of a memory-mapped GGUF file. See `Weights`."""
-
     is_converted = True
 
     def __init__(self, file: GGUF, arch: Architecture):
@@ -67,7 +63,6 @@ class GGUFWeights:
 
     @property
     def is_quantized_file(self) -> bool:
-        """Whether any matrix in the file is quantized."""
         return any(kind not in UNQUANTIZED for kind in self.types)
 
     @property
@@ -76,7 +71,6 @@ class GGUFWeights:
         return "float32" if self.is_quantized_file else None
 
     def quantization(self) -> dict[str, Any]:
-        """Returns the quantization of the matrices, as in mlx-lm's config.json."""
         sizes: Counter[Quantization] = Counter()
         for kind, size in self.types.items():
             sizes[_quantization(kind)] += size
@@ -92,8 +86,6 @@ class GGUFWeights:
         return entries
 
     def describe(self) -> str:
-        """Returns a text on the shares of the weights that are carried over and that are
-        quantized."""
         total = sum(self.types.values())
 
         def share(kinds: tuple[str, ...]) -> str:
@@ -121,7 +113,7 @@ class GGUFWeights:
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
         module, _, part = name.rpartition(".")
         module, expert = name_of_stacked(module)
-        if expert is not None:  # the rows of all experts are stored one expert after another
+        if expert is not None:
             first, name = expert * shape[0], f"{module}.{part}"
             rows = slice(first + rows.start, first + rows.stop)
         if self.is_quantized_file and module in self.matrices and part in _PARTS:
@@ -129,7 +121,6 @@ class GGUFWeights:
         return self._floats(name, self._tensor(name), rows)
 
     def _tensor(self, name: str) -> Tensor:
-        """Returns the tensor with MeSP's name `name`."""
         theirs = self.names.tensor(name)
         tensor = self.file.tensors.get(theirs)
         if tensor is None:
@@ -144,14 +135,12 @@ class GGUFWeights:
         return tensor
 
     def _block(self, name: str) -> tuple[Block | None, str]:
-        """Returns a tensor's block, if any, and the tensor's name in the block."""
         for prefix, block in self.blocks.items():
             if name.startswith(prefix):
                 return block, name.removeprefix(prefix)
         return None, name
 
     def _data(self, name: str, tensor: Tensor, rows: slice) -> np.ndarray:
-        """Returns the bytes of rows of a matrix, in MeSP's order of rows."""
         block, local = self._block(name)
         order = None if block is None else self.names.rows(block, local)
         if order is None:
@@ -184,7 +173,6 @@ class GGUFWeights:
         return self.quantized[1]
 
     def _decode(self, module: str, tensor: Tensor, rows: slice) -> tuple[np.ndarray, ...]:
-        """Returns the codes, scales and, if the type has them, biases of rows."""
         codes, *others = arrays(tensor.type, self._data(f"{module}.weight", tensor, rows))
         order = self._columns(module)
         if order is None:
@@ -220,8 +208,6 @@ class GGUFWeights:
 
 
 def _numbers(tensor: Tensor, data: np.ndarray) -> mx.array:
-    """Converts rows of bytes to numbers: of the same dtype for an unquantized type, else
-    float32."""
     data = np.ascontiguousarray(data)
     if tensor.type == "BF16":
         return mx.array(data.view("<u2")).view(mx.bfloat16)

@@ -4,7 +4,7 @@ import MLX
 
 /// The costs of work on a GPU that this machine does not have.
 ///
-/// A ledger visits the primitives of an evaluation in MLX's order and counts what each would cost on Metal. `docs/ledger.md` lists the counted costs.
+/// A ledger visits the primitives of an evaluation in MLX's order and counts what each would cost on Metal. See `docs/gpu.md`.
 ///
 /// ```swift
 /// let ledger = try Ledger.record { step() }

@@ -6,7 +6,7 @@ import HostMLXLedger
 @testable import MeSPSelfCheck
 @testable import MeSPSentences
 
-/// The costs of a training step on a phone's GPU, counted without a GPU. See docs/ledger.md.
+/// The costs of a training step on a phone's GPU, counted without a GPU. See docs/gpu.md.
 struct StepCount: Encodable {
     let type = "count"
     let evals, kernels, readBytes, writtenBytes, newBuffers, newBufferBytes: Int

@@ -1,7 +1,6 @@
 import MeSPBundle
 
-/// A processor's memory in addition to the arrays that `Planner` counts. The constants of a CPU were fitted to peaks on Linux
-/// (`tools/studies/predicted_peaks.py`).
+/// A processor's memory in addition to the arrays that `Planner` counts. The constants of a CPU were fitted to peaks on Linux.
 struct MachineMemory: Sendable {
     /// The memory of the process once MLX has started, in bytes.
     let process: Int

@@ -16,8 +16,7 @@ the list of files is `api`. A fault is one of these:
 - a number: the response has this status.
 - an object: the response's body is the text in `answer`, repeated `times` times (default 1).
 
-The server prints its port, and then each request for a file or the list, with its Range. It has the
-files of one commit. Only `manifest.json` is also served for other revisions.
+The server prints its port, and then each request for a file or the list, with its Range.
 """
 
 import hashlib

@@ -1,5 +1,3 @@
-"""Compares MeZO's gradient estimates with the exact gradient."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -19,9 +17,6 @@ QUALITIES = ("cosine", "sign_agreement", "relative_error")
 
 
 def mezo_quality(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """Reports the quality of MeZO's estimate of each block's gradient, as means over draws of the
-    noise.
-    """
     model, seed = reference.Model.of(bundle), settings["seed"]
     scale, epsilon = settings["scale"], settings["mezo_epsilon"]
     lora = reference.init_lora(bundle.architecture, settings["rank"], seed)

@@ -16,7 +16,6 @@ COMPILED_WITH = 8  # tokens of a first step that is not measured
 
 
 def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """Trains with mlx-lm's trainer on the bundle's weights and windows."""
     # These imports take tens of MB, which the other measurements do not need.
     from mlx_lm.tuner import trainer
     from mlx_lm.tuner.callbacks import TrainingCallback
@@ -62,7 +61,6 @@ def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
 
 
 def dequantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
-    """Computes `nn.QuantizedLinear` with its whole matrix dequantized."""
     y = x @ whole_matrix(self).T
     return y + self.bias if "bias" in self else y
 

@@ -1,5 +1,3 @@
-"""Trains as in the paper."""
-
 from __future__ import annotations
 
 import math
@@ -50,7 +48,6 @@ def paper_step(
     learning_rate: float,
     store_h: bool,
 ) -> float:
-    """Takes one step: updates `lora`, and returns the loss before the update."""
     arch = bundle.architecture
     inputs = [arch.embedding_scale * Table(bundle, "embedding")[np.array(window[:-1])][None]]
     kept: list[dict[str, mx.array]] = []
@@ -78,7 +75,6 @@ def paper_step(
 def h_of(
     intermediates: list[mx.array], lora: mx.array, weights: Weights, block: Block
 ) -> dict[str, mx.array]:
-    """Returns h = x A [1, T, rank] of each projection, from a block's intermediates."""
     parts, (_, output, _) = Parts.of(weights, lora, block), MIXERS[type(block.mixer)]
     mixer_in, *of_mixer, x_mid, gate, up = intermediates[:8]
     norm = parts.vector[f"{block.arch.mlp_norm}.weight"]
@@ -93,8 +89,6 @@ def h_of(
 
 
 class Table:
-    """A bundle's embedding or head, which reads only the requested rows."""
-
     def __init__(self, bundle: Bundle, which: str) -> None:
         table = getattr(bundle.manifest, which)
         words = np.memmap(bundle.path / table.file, dtype="<u4", mode="r")
@@ -115,7 +109,6 @@ class Table:
         )
 
     def __getitem__(self, rows: np.ndarray | slice) -> mx.array:
-        """Returns the dequantized rows as float32 [rows, hidden]."""
         packed = {
             spec.name: mx.array(array[rows]).view(DTYPES[spec.dtype])
             for spec, array in self.arrays.items()
@@ -125,7 +118,6 @@ class Table:
 
 
 def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, mx.array]:
-    """Returns the loss and its gradient by x, with all logits in memory at once."""
     arch, head = bundle.architecture, Table(bundle, "head")
     cap = arch.final_logit_softcapping
     tiles = [slice(i, i + HEAD_ROWS) for i in range(0, arch.vocab_size, HEAD_ROWS)]

@@ -1,5 +1,3 @@
-"""Measures products with frozen matrices on random numbers."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""Measures the memory of storing h = xA, and the time of recomputing h."""
-
 from __future__ import annotations
 
 import time
@@ -15,8 +13,6 @@ from studies.benchmarks.in_python.steps import report
 
 
 def h(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """Measures the size of h = xA and the time of its computation for the first block's modules,
-    and the time of that block's whole gradient."""
     arch, weights = bundle.architecture, bundle.block(0)
     described = arch.blocks[0]
     lora = mx.random.normal((described.lora_size(settings["rank"]),)) * 0.01
@@ -49,7 +45,6 @@ def h(bundle: Bundle, settings: dict[str, Any]) -> None:
 
 
 def measured(compute: Callable[[], Any], times: int) -> float:
-    """Returns the median time of several runs in seconds, after one run that is not counted."""
     seconds = []
     for _ in range(times + 1):
         began = time.perf_counter()

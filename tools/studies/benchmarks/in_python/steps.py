@@ -1,5 +1,3 @@
-"""Training windows, and records of training steps."""
-
 from __future__ import annotations
 
 import json
@@ -25,8 +23,6 @@ def report(kind: str, **fields: Any) -> None:
 
 
 class Steps:
-    """Reports steps, with the highest footprint since this object's creation."""
-
     def __init__(self) -> None:
         self.count, self.peak = 0, Peak()
 
@@ -37,13 +33,11 @@ class Steps:
 
 
 def report_baseline() -> None:
-    """Reports the memory of Python, MLX and its BLAS before a model is loaded."""
     mx.eval(mx.ones((256, 256)) @ mx.ones((256, 256)))
     report("start", baseline_bytes=footprint())
 
 
 def windows(bundle: Bundle, seq_len: int, seed: int, steps: int) -> Iterator[mx.array]:
-    """Yields the engine's training windows [T + 1], and stops after PATIENCE seconds."""
     tokens = bundle.tokens("train")
     count = (len(tokens) - 1) // seq_len
     began = time.monotonic()
