@@ -3,7 +3,6 @@ import MLX
 /// A key from which dropout masks are computed, and the dropout probability p. Subscripts derive further keys, such as those of a step, a block or a
 /// layer. Masks are not stored; each use recomputes them.
 package struct DropoutKey {
-    /// The dropout probability p, above 0.
     let rate: Float
     private let number: UInt64
 

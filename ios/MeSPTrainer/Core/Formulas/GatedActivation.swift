@@ -55,7 +55,6 @@ extension Activation {
     private static let silus = Kernels(.silu)
     private static let gelus = Kernels(.gelu)
 
-    /// Returns f(x) and f′(x).
     func values(_ x: MLXArray) -> (f: MLXArray, slope: MLXArray) {
         switch self {
         case .silu:  // silu′ = σ + x σ (1 − σ)

@@ -64,7 +64,6 @@ public enum LogRecord: Sendable {
         package var mlxCacheBytes: Int
         package var writtenBytes: Int
         public var thermalState: String
-        /// The number of replayed sequences; nil if no text is replayed.
         package var replayed: Int?
         // The measures of a step on preference data.
         package var margin: Float?

@@ -9,16 +9,13 @@ struct MachineMemory: Sendable {
     let dequantized: Int
     /// 1 if each operation writes an array, 0 if elementwise operations are fused.
     let unfused: Int
-    /// Whether a mixer's attention is a single MLX operation.
     let isOneOperation: @Sendable (AttentionMixer) -> Bool
     /// The bytes of Metal in the process; nil if MLX does not start Metal.
     let metal: Int?
     /// Whether mapped weights are clean pages, which the system can reclaim. A GPU's driver may count them as memory.
     let mapsAreClean: Bool
-    /// Returns the bytes of temporary arrays in a step, and of the memory that the allocator keeps.
     let working: @Sendable (Planner, Plan) -> Int
 
-    /// Returns the memory that mapped weights may take, in bytes.
     func roomForMaps(after peak: Int, limit: Int?, room: Int) -> Int {
         mapsAreClean ? room : min(limit ?? .max, room) - peak
     }
@@ -69,7 +66,6 @@ extension Planner {
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
     }
 
-    /// The bytes that Metal's allocator takes on an Apple CPU in addition to the arrays.
     fileprivate var pagesOfMetal: Int { MetalMemory.beyondArrays(blocks: architecture.numHiddenLayers) }
 
     /// Returns the bytes of a GPU's working arrays. MLX waits when the arrays of a phase fill its workspace (`withWorkspace`), but can exceed the
@@ -96,12 +92,11 @@ extension Planner {
         return max(mixer, mlp, 10 * update(plan)) / 10
     }
 
-    /// Returns the bytes that a phase may take on a GPU before MLX waits, plus a cache; see `withWorkspace`.
     func workspace(_ plan: Plan) -> Int {
         (MLXSupport.hasShortCommandBuffers ? phaseOnGPU(plan) : phaseOnGPU(plan) * 2 / 5) + plan.cacheBytes
     }
 
-    /// Returns a copy of a GPU's plan with a cache of freed buffers. The self-check measures a step with it.
+    /// Returns a copy of a GPU's plan with a cache of freed buffers.
     package func keepingCache(_ plan: Plan) -> Plan {
         var kept = plan
         kept.cacheBytes = 3 * phaseOnGPU(plan)

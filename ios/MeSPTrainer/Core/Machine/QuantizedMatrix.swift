@@ -41,7 +41,6 @@ package struct QuantizedMatrix: Arrays {
 
     var arrays: [MLXArray] { [weight, scales] + biases.arrays }
 
-    /// Returns the rows (outputs) `range` of W.
     package func rows(_ range: Range<Int>) -> QuantizedMatrix {
         range.count == rows ? self : part(weight[range], scales[range], biases?[range])
     }
@@ -65,7 +64,6 @@ package struct QuantizedMatrix: Arrays {
             weight.take(indices, axis: 0), scales.take(indices, axis: 0), biases?.take(indices, axis: 0), format)
     }
 
-    /// Returns the rows of W at `indices` `[n]`, quantized.
     func packedRows(_ indices: MLXArray) -> QuantizedMatrix {
         part(weight.take(indices, axis: 0), scales.take(indices, axis: 0), biases?.take(indices, axis: 0))
     }

@@ -35,12 +35,9 @@ struct PreferenceAnswer {
 }
 
 extension TokenStream.Sequences {
-    /// Returns the number of pairs (or of single answers) in preference data.
     func answerCount(_ objective: Objective) -> Int { objective.takesPairs ? count / 2 : count }
 
     /// Returns the pair at `index`, the chosen answer first, or the single answer at `index`.
-    ///
-    /// - Parameter split: the index of the split.
     func answers(_ index: Int, split: Int32, _ objective: Objective) -> [PreferenceAnswer] {
         (objective.takesPairs ? [2 * index, 2 * index + 1] : [index]).map { index in
             let (label, number) = label(index)

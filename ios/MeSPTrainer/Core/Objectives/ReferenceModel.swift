@@ -10,7 +10,6 @@ final class ReferenceModel {
     /// - Parameter start: the initial parameters; nil if the run began without adapters.
     init(start: BlockArrays?) { self.start = start }
 
-    /// Returns log π₀ of an answer, and caches it.
     func logProbability(_ answer: PreferenceAnswer, _ model: BlockwiseModel) throws -> Double {
         if let known = known[answer.source] { return Double(known) }
         let loss = try model.loss(answer.example) { [start] block, _ in
@@ -23,7 +22,6 @@ final class ReferenceModel {
 
     // MARK: - The state of a resumed run
 
-    /// The arrays with the cached log-probabilities, by name; empty if none are cached.
     var vectors: [String: MLXArray] {
         guard !known.isEmpty else { return [:] }
         let known = known.sorted { $0.key < $1.key }

@@ -3,15 +3,12 @@ import MeSPBundle
 // The defaults of the optimizer and the learning rate. `exporter/mesp/settings/optimizer_defaults.py` must have the same rule.
 
 extension RunSettings {
-    /// The optimizer of the settings, or the method's default.
     package var effectiveOptimizer: OptimizerKind { optimizer ?? (method == .mezo ? .sgd : .adamw8bit) }
 
-    /// Returns the learning rate of the settings, or the default.
     package func effectiveLearningRate(for architecture: Architecture) -> Float {
         learningRate ?? defaultLearningRate(for: architecture)
     }
 
-    /// Returns the default learning rate for the model and these settings.
     package func defaultLearningRate(for architecture: Architecture) -> Float {
         let rate: Double
         switch (method, effectiveOptimizer) {

@@ -56,7 +56,6 @@ package struct SavedState: Codable {
         MeSPError("\(url(in: folder).path) is damaged; start the run again in another folder.")
     }
 
-    /// Whether the values are in the ranges that a run can save.
     private var isValid: Bool {
         (0...RunSettings.maxSteps).contains(step) && (0...step).contains(evaluated ?? 0)
             && (0...step + 1).contains(evaluationsSinceBest) && (try? settings.check()) != nil
@@ -143,8 +142,6 @@ extension SavedState {
 // MARK: - A trainer's vectors
 
 extension SavedState {
-    /// Returns a trainer's vectors for a saved state, by name: the parameters, the optimizer's state, and the reference model's cached
-    /// log-probabilities.
     package static func vectors(of trainer: Trainer) throws -> [String: MLXArray] {
         var vectors = [String: MLXArray]()
         let (model, optimizer) = (trainer.model, trainer.updates.optimizer)

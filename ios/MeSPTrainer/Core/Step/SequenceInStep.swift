@@ -9,6 +9,5 @@ struct SequenceInStep {
     var residual: MLXArray
     /// The inputs of the blocks, from the first trained block on.
     var inputs: BlockArrays
-    /// The intermediates of the last blocks, as far as the plan keeps them.
     var kept = [Int: Intermediates]()
 }
