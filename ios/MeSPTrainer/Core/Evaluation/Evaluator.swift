@@ -112,7 +112,7 @@ package struct Evaluator {
 
     /// Returns the score of each continuation. The continuations together have at most `model.chunk` tokens.
     ///
-    ///   - last: y `[1, hidden]` of the prompt's last token, which predicts the first token of each continuation.
+    /// - Parameter last: y `[1, hidden]` of the prompt's last token, which predicts the first token of each continuation.
     private func scores(
         of continuations: [[Int]], _ last: MLXArray, _ cache: PromptCache, _ atBlock: () throws -> Void
     ) throws -> [Score] {
