@@ -3,12 +3,10 @@ import Foundation
 
 // MARK: - Evaluation
 
-/// Evaluates the arrays.
 public func eval(_ arrays: MLXArray...) {
     eval(arrays)
 }
 
-/// Evaluates the arrays.
 public func eval(_ arrays: some Collection<MLXArray>) {
     withVector(arrays) { vector in
         _ = evalLock.withLock { host_eval(vector) }
@@ -24,7 +22,6 @@ public func asyncEval(_ arrays: some Collection<MLXArray>) {
 
 // MARK: - Differentiation
 
-/// Returns the function's values and Jacobian-vector products.
 public func jvp(
     _ f: @escaping ([MLXArray]) -> [MLXArray], primals: some Collection<MLXArray>,
     tangents: some Collection<MLXArray>
@@ -39,7 +36,6 @@ public func jvp(
     return (arrays(consuming: values), arrays(consuming: derivatives))
 }
 
-/// Returns the function's values, and the vector-Jacobian product for each primal.
 public func vjp(
     _ f: @escaping ([MLXArray]) -> [MLXArray], primals: some Collection<MLXArray>,
     cotangents: some Collection<MLXArray>

@@ -149,7 +149,6 @@ HostArray host_gather(
 HostArray host_scatter_add(HostArray a, HostArray indices, HostArray updates, HostStream s);
 /// Returns a slice. `start`, `end` and `strides` have one entry for each axis of `a`.
 HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
-/// Returns `a` with the slice replaced by `update`.
 HostArray host_slice_update(
     HostArray a, HostArray update, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
 
@@ -231,7 +230,6 @@ int32_t host_default_device(void);
 const char *host_version(void);
 void host_set_default_device(int32_t device);
 bool host_new_stream(int32_t device, HostStream *stream);
-/// Makes a stream for the GPU on a Linux machine without one. Graphs on the stream can be built, but not computed.
 void host_make_gpu_stream(void);
 void host_synchronize(HostStream s);
 
