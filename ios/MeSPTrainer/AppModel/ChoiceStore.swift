@@ -33,7 +33,6 @@ struct ChoiceStore: Sendable {
         try write(all().filter { !ids.contains($0.id) } + [choice])
     }
 
-    /// Removes the choices with these identifiers.
     func remove(_ ids: Set<Choice.ID>) throws { try write(all().filter { !ids.contains($0.id) }) }
 
     private static let lineFeed = UInt8(ascii: "\n")

@@ -15,7 +15,6 @@ extension AppModel {
     /// Stops offering the interrupted run. It stays in the list.
     public func decline(_ run: StoredRun) { declinedRun = run.id }
 
-    /// Continues a run from its last saved state.
     public func resume(_ run: StoredRun) async {
         guard isFree else { return }
         await attempt {
@@ -36,7 +35,6 @@ extension AppModel {
 
     // MARK: - A recorded run
 
-    /// Whether a recorded run can be shown, for devices on which the app cannot train.
     public var canReplay: Bool { refusal != nil && recording != nil && !controller.isRunning }
 
     /// Shows the recorded run as if it were in progress, and adds it to the list.

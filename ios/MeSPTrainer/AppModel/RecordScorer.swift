@@ -13,7 +13,6 @@ struct RecordScorer {
 
     /// Returns each record's contribution to the score.
     ///
-    /// - Parameter report: receives the number of completed records.
     /// - Throws: `MeSPError`, for example for a record that cannot be scored, and the errors of `atBlock`.
     func score(_ records: [EvaluationRecord], adapters: URL?, report: (Int) -> Void) throws -> [ScorePart] {
         try atBlock()

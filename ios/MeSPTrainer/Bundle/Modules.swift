@@ -9,7 +9,6 @@ package enum Projection: String, Decodable, CaseIterable, Sendable {
     /// The output projection of a mixer other than attention.
     case out
     case gate, up, down
-    /// Projections of the per-layer token embeddings.
     case perLayerGate = "ple_gate"
     case perLayerOut = "ple_out"
     case expertGate = "expert_gate"
@@ -24,7 +23,6 @@ package struct Module: Decodable, Sendable, Equatable {
     package let name: String
     package let projections: [Projection]
 
-    /// Whether the module stacks one matrix per expert.
     package var isStacked: Bool { [.expertGate, .expertUp, .expertDown].contains(projections.first) }
 
     /// The last part of the name without `_proj`, such as `q` or `gate_up`. For experts it is `experts`.
