@@ -40,7 +40,6 @@ struct AdapterConfig {
         let layersToTransform: OneOrMore<Int>?
     }
 
-    /// A single value or a list of values.
     fileprivate enum OneOrMore<Value: Decodable>: Decodable {
         case one(Value)
         case list([Value])
@@ -133,7 +132,6 @@ struct AdapterConfig {
         }
     }
 
-    /// Returns whether PEFT gives the experts' parameter with this full name adapters.
     func adaptsParameter(_ name: String) -> Bool { Self.ends(name, fields.targetParameters ?? []) }
 
     private static func ends(_ name: String, _ names: [String]) -> Bool {

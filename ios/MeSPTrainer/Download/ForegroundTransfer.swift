@@ -6,7 +6,6 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// Receives files while the process runs.
 struct ForegroundTransfer: Transfer {
     let filesAtOnce = 1
 

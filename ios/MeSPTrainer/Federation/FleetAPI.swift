@@ -17,7 +17,6 @@ struct FleetAPI: Sendable {
     /// An error after which the same call may succeed later: the network failed, or the server is slow or busy.
     struct Unreachable: Error {
         let sentence: Sentence
-        /// Whether the server has answered.
         var hasAnswer = false
     }
 
@@ -38,7 +37,6 @@ struct FleetAPI: Sendable {
 
     /// Calls a function of the API.
     ///
-    /// - Parameter seconds: the time limit for the response, in seconds.
     /// - Throws: `Unreachable`, `Refusal` or `MeSPError`; `CancellationError` as soon as the task is cancelled.
     @discardableResult
     func call(_ name: String, within seconds: Double = 300, _ write: (inout ProtobufWriter) -> Void) async throws

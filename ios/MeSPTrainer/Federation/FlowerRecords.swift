@@ -15,7 +15,6 @@ package struct FlowerRecords: Sendable, Equatable {
     }
 }
 
-/// A value in a record of metrics or settings.
 package enum FlowerValue: Sendable, Equatable {
     case double(Double)
     case int(Int64)
@@ -60,7 +59,6 @@ package enum FlowerValue: Sendable, Equatable {
 
 /// An array of numbers as in NumPy's `.npy` files, row-major and little-endian.
 package struct FlowerArray: Sendable, Equatable {
-    /// The element types of adapter arrays.
     package enum Kind: String, Sendable {
         case float32 = "<f4"
         /// The bits of bfloat16. NumPy has no bfloat16.
@@ -71,7 +69,6 @@ package struct FlowerArray: Sendable, Equatable {
     }
     package let kind: Kind
     package let shape: [Int]
-    /// The elements in row-major order, little-endian.
     package let data: Data
 
     /// - Precondition: `data` has the size that `kind` and `shape` require.

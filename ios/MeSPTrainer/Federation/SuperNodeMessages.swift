@@ -58,7 +58,6 @@ extension SuperNode {
         }
     }
 
-    /// The error for a message that the server no longer waits for.
     private struct Useless: Error {
         let why: Sentence
     }

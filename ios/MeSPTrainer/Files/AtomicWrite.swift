@@ -26,9 +26,7 @@ package func synchronize(folder: URL) -> Int32 {
     return synchronize(directory) == 0 || errno == EINVAL || errno == ENOTSUP ? 0 : -1
 }
 
-/// The exclusion of files from the device's backups.
 package enum Backups {
-    /// A closure that excludes a file from backups.
     @TaskLocal package static var leaveOut: @Sendable (URL) -> Void = { url in
         var (url, values) = (url, URLResourceValues())
         values.isExcludedFromBackup = true
@@ -37,8 +35,6 @@ package enum Backups {
 }
 
 /// Writes a file atomically. The new file replaces the file at `url` when the new file is completely on the disk.
-///
-/// - Parameter isInBackup: whether backups of the device may include the file.
 package func writeWhole(
     _ url: URL, mode: mode_t = 0o644, isInBackup: Bool = true, _ write: @escaping (FileHandle) throws -> Void
 ) throws {

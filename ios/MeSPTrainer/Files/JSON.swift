@@ -2,7 +2,6 @@ import Foundation
 import MeSPSentences
 
 extension JSONDecoder {
-    /// A decoder of JSON with keys in snake case.
     package static var snakeCase: JSONDecoder {
         let decoder = JSONDecoder()
         decoder.keyDecodingStrategy = .convertFromSnakeCase
@@ -11,7 +10,6 @@ extension JSONDecoder {
 }
 
 extension JSONEncoder {
-    /// An encoder that writes keys in snake case.
     package static var snakeCase: JSONEncoder {
         let encoder = JSONEncoder()
         encoder.keyEncodingStrategy = .convertToSnakeCase
@@ -30,7 +28,6 @@ package struct JoinedObject: Encodable {
     }
 }
 
-/// Reads a settings file in JSON with keys in snake case.
 package func readSettings<Settings: Decodable>(_ url: URL) throws -> Settings {
     guard let json = shortFile(url, longest: Bounds.jsonBytes, followsLinks: true) else {
         throw MeSPError("Cannot read the settings file \(url.path).")

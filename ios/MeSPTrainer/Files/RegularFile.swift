@@ -7,11 +7,6 @@ import MeSPSentences
 
 /// Opens a regular file. Refuses devices and pipes, which have no end. By default refuses symbolic links.
 ///
-/// - Parameters:
-///   - flags: the flags of `open`.
-///   - mode: the permissions of a new file.
-///   - followsLinks: whether to follow a symbolic link at `url`.
-/// - Returns: the file descriptor.
 /// - Throws: `MeSPError` with the reason, without the file's path.
 package func openRegularFile(_ url: URL, _ flags: Int32, mode: mode_t = 0o644, followsLinks: Bool = false) throws
     -> Int32
@@ -42,8 +37,6 @@ package func shortFile(_ url: URL, longest: Int, followsLinks: Bool = false) -> 
 }
 
 /// Creates a file for writing, after removing a file or a link at `url`.
-///
-/// - Returns: the file descriptor.
 package func openNewFile(_ url: URL, mode: mode_t = 0o644) throws -> Int32 {
     unlink(url.path)
     return try openRegularFile(url, O_WRONLY | O_CREAT | O_EXCL, mode: mode)

@@ -4,7 +4,6 @@ import MeSPCore
 import MeSPSentences
 
 extension CheckSuite {
-    /// Returns the median time of an `eval` of a chain of additions, in seconds.
     private func timeChain(_ kernels: Int) throws -> Double {
         let one = MLXArray(Float(1))
         eval(one)

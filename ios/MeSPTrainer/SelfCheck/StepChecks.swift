@@ -25,7 +25,6 @@ private struct Steps {
 }
 
 extension CheckSuite {
-    /// Runs at least two steps with a plan, and more until `seconds` have passed.
     private func runSteps(_ run: RunSettings, _ plan: Plan, for seconds: Double, watch: ([Double]) -> Void = { _ in })
         throws
         -> Steps
@@ -72,7 +71,6 @@ extension CheckSuite {
         return steps
     }
 
-    /// Compares the measured peak of a step with the planner's prediction.
     func measurePeak(_ length: Int) throws -> Finding {
         let run = run(length)
         let plan = try defaultPlan(run)
