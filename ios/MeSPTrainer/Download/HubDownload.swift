@@ -47,7 +47,6 @@ public struct HubDownload: Sendable {
     // MARK: - Fetching
 
     /// Returns the bundle or the model in the repository, after a check that this build supports it.
-    ///
     package func fetchOffer() async throws -> Offer {
         do {
             do {
