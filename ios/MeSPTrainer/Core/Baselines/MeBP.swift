@@ -3,8 +3,6 @@ import MLX
 extension BlockwiseModel {
     /// Computes a block's gradients from the block's input by automatic differentiation (MeBP).
     ///
-    /// - Parameters:
-    ///   - d: dy `[1, T, hidden]`, replaced by dx
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. This gradient, `d` and `dShared` are evaluated.
     func automaticGradient(
         _ call: BlockCall, _ x: MLXArray, d: inout MLXArray, dShared: inout MixerState.KeyValues?

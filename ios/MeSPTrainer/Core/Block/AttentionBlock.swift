@@ -102,8 +102,6 @@ extension Block {
             values: attention.value(project(.v, mixerIn).byHead(mixer.numKeyValueHeads)).asType(x.dtype))
     }
 
-    /// Returns the gradients of the outputs of the projections q, k and v, and of the projection g if the block has it, from the gradient of the
-    /// mixer's output `[T, hidden]`.
     func attentionBackward(
         _ mixer: AttentionMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ carried: inout CarriedGradients,
@@ -152,7 +150,6 @@ extension Block {
         return [.q: machine.part(dqg), .k: d.dk, .v: d.dv]
     }
 
-    /// Computes the derivative of o(attn_out), or of o(attn_out ∘ σ(g)).
     private func attentionOutput(
         _ mixer: AttentionMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ gradients: inout LoRAGradients

@@ -7,9 +7,8 @@ import MeSPBundle
 ///     mixer_in = RMSNorm(x)                     mlp_in = RMSNorm(x_mid)
 ///     x_mid = x + mixer(mixer_in)               y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
 ///
-/// A block may have a mixture of experts instead of the MLP or in addition to the MLP, and it may have per-layer embeddings. In a block with
-/// post-norms, the outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y and the outputs of the
-/// mixer's input projections have the bundle's dtype.
+/// In a block with post-norms, the outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y and the
+/// outputs of the mixer's input projections have the bundle's dtype.
 package struct Block {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`, or nil for the base model.
@@ -69,7 +68,6 @@ package struct Block {
         return LoRALinear(weight: weight, bias: nil, lora: lora, scale: scale, dropout: dropout)
     }
 
-    /// Returns a copy of this block whose first token is `token` positions later in the sequence.
     func from(_ token: Int) -> Block {
         var block = self
         block.firstToken += token

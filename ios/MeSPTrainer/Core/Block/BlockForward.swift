@@ -70,7 +70,6 @@ extension Block: BlockForward {
             }())
     }
 
-    /// Computes x_mid of a long sequence in segments.
     private func bySegments(_ x: MLXArray, _ rows: [Range<Int>], keeps: Bool) -> Intermediates {
         let start = MixerState(weights, dtype: x.dtype)
         var states = [start]

@@ -43,7 +43,6 @@ package final class BlockFunction {
             pause: pause)
     }
 
-    /// Returns the selected outputs, not evaluated.
     fileprivate func outputs(_ selection: Selection, _ arguments: [MLXArray]) throws -> [MLXArray] {
         guard isFused else { return selection.of(try call(arguments)) }
         error = nil

@@ -66,7 +66,6 @@ package struct BlockWeights {
                 ? RMSNorm(weight: MLXArray.ones([mixer.headDim]), eps: architecture.rmsNormEps) : nil)
     }
 
-    /// The factor `[1]` of y in a block with per-layer embeddings.
     var layerScalar: MLXArray { packed["layer_scalar"].asType(.float32) }
     var perLayerNorm: RMSNorm { norm("post_per_layer_input_norm") }
 

@@ -22,7 +22,6 @@ extension Block {
         return concatenated(parts)
     }
 
-    /// Computes the gradients through each expert and through the router.
     func mixtureOfExpertsBackward(
         _ experts: Experts, _ mlpIn: MLXArray, dy: MLXArray, addedTo dx: inout MLXArray,
         _ gradients: inout LoRAGradients

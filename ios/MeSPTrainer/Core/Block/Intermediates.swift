@@ -38,7 +38,6 @@ package enum MixerIntermediates: Arrays {
     /// z, xBC before its convolution, dt, and o.
     case mamba2(z: MLXArray, xBC: MLXArray, dt: MLXArray, o: MLXArray)
 
-    /// - Parameter a: the four arrays, in the block function's order.
     init(_ mixer: Mixer, _ a: ArraySlice<MLXArray>) {
         let i = a.startIndex
         self =

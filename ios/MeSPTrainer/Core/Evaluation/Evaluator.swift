@@ -84,7 +84,6 @@ package struct Evaluator {
 
     // MARK: - Scores
 
-    /// Calls `body` on the model's device, and calls it again after a GPU failure.
     private func repeating<R>(_ atBlock: () throws -> Void, _ body: () throws -> R) throws -> R {
         try model.withDevice {
             try MLXErrors.repeating(

@@ -52,9 +52,6 @@ package struct CrossEntropyHead {
         return (concatenated(parts.map(\.losses))[0..., 0], concatenated(parts.map(\.isLargest))[0..., 0])
     }
 
-    /// Returns the loss without a gradient.
-    ///
-    /// - Returns: the sum of the losses in nats, a float32 scalar.
     func loss(_ y: MLXArray, targets: [Int32], counted: [Int], atBoundary: () throws -> Void) rethrows -> MLXArray {
         try lossAndRows(rows(counted, of: y), targets, scale: nil, atBoundary).loss
     }

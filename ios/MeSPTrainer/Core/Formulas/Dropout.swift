@@ -31,7 +31,6 @@ struct Dropout {
     /// The position of x's first row. `tokens` replaces it if the rows are not consecutive positions.
     var firstToken = 0
     var tokens: [Int]?
-    /// The index of x's first column among the layer's inputs.
     var firstInput = 0
 
     func callAsFunction(_ x: MLXArray) -> MLXArray {

@@ -63,7 +63,6 @@ package struct GatedDeltaRule {
         return addMM(c.start * matmul(q, states), c.gamma * c.qk, d)
     }
 
-    /// Returns D, and S before each chunk.
     private func corrections(_ c: Chunks, w: MLXArray, _ s: inout MLXArray) -> (d: MLXArray, states: MLXArray) {
         let (u, w, kEnd, whole) = (each(matmul(c.m, beta * v)), each(w), each(transposed(c.end * k)), each(c.whole))
         var (d, states) = ([MLXArray](), [MLXArray]())

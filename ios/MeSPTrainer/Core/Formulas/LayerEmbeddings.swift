@@ -33,7 +33,6 @@ package struct LayerEmbeddings {
 }
 
 extension ModelBundle {
-    /// Returns the per-layer embeddings of some tokens; nil if the model has none.
     func layerEmbeddings(_ tokens: [Int32], x0: MLXArray) throws -> LayerEmbeddings? {
         guard let size = architecture.perLayer?.size, let file = manifest.perLayerEmbedding else { return nil }
         return try withWeights(file) {

@@ -39,8 +39,7 @@ struct LoRALinear {
     /// Returns s x̂ A `[T, rank]`, in float32; nil without an adapter.
     func h(_ x: MLXArray) -> MLXArray? { products(x, nil).xA.map { $0 * factor } }
 
-    /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` if there is a g `[T, rank]`. Each product is added to its sum in `sums`. Both
-    /// results are nil without an adapter.
+    /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` if there is a g `[T, rank]`. Each product is added to its sum in `sums`.
     ///
     /// - Parameter machine: limits the number of rows of x ∘ K that are computed at a time; nil for no limit.
     func products(

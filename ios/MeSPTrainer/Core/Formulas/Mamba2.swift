@@ -139,7 +139,6 @@ package struct Mamba2 {
         dt[0..., heads].asType(.float32) + dtBias[heads].asType(.float32)
     }
 
-    /// Returns Δ `[n, heads]`.
     private func timeStep(_ heads: Range<Int>, _ dt: MLXArray) -> MLXArray {
         logAddExp(shifted(heads, dt), MLXArray(0 as Float))
     }
@@ -202,7 +201,6 @@ package struct Mamba2 {
 
     // MARK: - Shapes
 
-    /// Converts indices of heads within a group to indices among all heads.
     private func headRange(of group: Int, _ own: Range<Int>) -> Range<Int> {
         let first = group * (heads / groups)
         return first + own.lowerBound..<first + own.upperBound

@@ -201,7 +201,6 @@ package struct CachedModel {
             bytes: rows <= uncut ? Machine.uncut : Self.tileBytes, processor: bundle.processor, pause: pause)
     }
 
-    /// Calls `body` for each block, and `atBlock` before each block.
     private func pass(
         rows: Int, _ atBlock: () throws -> Void, _ body: (_ block: Int, _ pause: (() -> Void)?) throws -> Void
     ) throws {
@@ -232,7 +231,6 @@ package struct CachedModel {
         try bundle.layerEmbeddings(tokens.map { Int32($0) }, x0: x0)
     }
 
-    /// Returns the shared keys and values that `block` attends to, for each text.
     private func shared(_ block: Int, _ caches: [PromptCache]) -> [MixerState.KeyValues] {
         guard let owner = bundle.architecture.keysOf(block) else { return [] }
         return caches.compactMap { $0.blocks[owner]?.keysAndValues }

@@ -248,7 +248,6 @@ public struct Generator {
         return zip(texts, chosen).map { text, token in text.known ?? token }
     }
 
-    /// Returns whether the caches of the texts in progress and of `next` fit in `limit` at their longest.
     private func hasRoom(for next: Text, beside texts: [Text], _ limit: Int) -> Bool {
         guard !texts.isEmpty else { return true }
         // The bound avoids an overflow of the cache's size.

@@ -9,10 +9,8 @@ import MeSPAdapters
 /// differs earlier is read from the start.
 package struct PromptCache {
     private(set) var tokens = [Int]()
-    /// The state of each block; nil before the first token.
     package var blocks = [MixerState?]()
     let limit: Int
-    /// The adapters of the model that read the text; nil for adapters in memory.
     private var adapters: AdapterSelection?
     /// A number of tokens to which the text can be cut back, and the recurrent blocks' states after these tokens.
     private var mark: (count: Int, states: [MixerState?])?

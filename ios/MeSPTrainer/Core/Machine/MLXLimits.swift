@@ -20,7 +20,6 @@ package enum MLXLimits {
 
     // Only the thread that works on MLX uses the next two variables (`MLXWork`).
 
-    /// The values that the trainer has set for each limit, from the outermost call of `set` to the innermost.
     nonisolated(unsafe) private static var own = [Limit: [Int]]()
     /// The values that limits had before the trainer set them.
     nonisolated(unsafe) private static var ofProcess = [Limit: Int]()

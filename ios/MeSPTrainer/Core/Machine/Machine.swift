@@ -4,7 +4,6 @@ import MeSPBundle
 /// A processor, and the tile sizes of computations on it for one sequence length. The sizes keep temporary arrays small.
 package struct Machine {
     package let processor: Processor
-    /// The approximate size limit of temporary arrays, in bytes.
     let bytes: Int
     var projectionRows = Int.max
     /// The number of the MLP's features in a tile, a multiple of the quantization group.

@@ -53,8 +53,8 @@ extension Processor {
 }
 
 extension Planner {
-    /// Returns an estimate of the bytes that malloc keeps on Linux because of fragmentation. An array of 8 MiB or more leaves no gap, as it has its own
-    /// mapping. The constants are fitted to measured peaks.
+    /// Returns an estimate of the bytes that malloc keeps on Linux because of fragmentation. An array of 8 MiB or more leaves no gap, as it has its
+    /// own mapping.
     fileprivate func gapsOfMalloc(_ plan: Plan) -> Int {
         func gaps(_ array: Int) -> Int { array < 8 << 20 ? 3 * max(0, array - 900_000) : 0 }
         let mixer = largest(lastInput)
@@ -96,7 +96,6 @@ extension Planner {
         (MLXSupport.hasShortCommandBuffers ? phaseOnGPU(plan) : phaseOnGPU(plan) * 2 / 5) + plan.cacheBytes
     }
 
-    /// Returns a copy of a GPU's plan with a cache of freed buffers.
     package func keepingCache(_ plan: Plan) -> Plan {
         var kept = plan
         kept.cacheBytes = 3 * phaseOnGPU(plan)

@@ -19,7 +19,6 @@ extension LoRAGradients: Arrays {
 /// In a backward pass, a CPU evaluates each part. A GPU evaluates parts only with a `pause`, because it would be idle between evaluations. Instead,
 /// `reduce` makes each part depend on the part before, so that `Memory.memoryLimit` bounds the temporary arrays.
 extension Machine {
-    /// Ends a part, and returns its results.
     @discardableResult func part<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
         if evaluatesParts || pause != nil { submit(allArrays(repeat each results)) }
         pause?()

@@ -78,7 +78,6 @@ final class ArrayFile {
     }
 }
 
-/// Arrays, one for each block, in memory or in a file.
 package struct BlockArrays {
     private var arrays: [MLXArray?]
     private let file: ArrayFile?

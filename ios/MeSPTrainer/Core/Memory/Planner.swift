@@ -33,7 +33,6 @@ public struct Plan: Codable, Sendable, Equatable {
     }
 }
 
-/// The choice of a step's plan by its predicted peak footprint (`StepMemory.swift`).
 package struct Planner: Sendable {
     let manifest: Manifest
     let settings: RunSettings

@@ -145,7 +145,6 @@ extension Planner {
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows
     }
 
-    /// Returns the bytes of the largest part of a block's backward pass.
     private func backward(_ plan: Plan, _ machine: Machine) -> Int {
         let masked = settings.dropout > 0 ? inSegment(4 * length * architecture.hiddenSize) : 0
         return max(
@@ -172,7 +171,6 @@ extension Planner {
         return hidden + 3 * some + max(ofTile, 2 * some + 5 * perLayer) + gradientBytes
     }
 
-    /// Returns the bytes of the update of a block's parameters: the optimizer's arrays and temporary arrays.
     func update(_ plan: Plan) -> Int {
         guard method.hasBackwardPass else { return 0 }
         let arrays =

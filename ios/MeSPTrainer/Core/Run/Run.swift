@@ -96,7 +96,6 @@ package struct GPUWithdrawn: Error {
     package init() {}
 }
 
-/// The functions that a run calls; see `Run.run`.
 struct RunHooks {
     var report: (LogRecord, Data) throws -> Void = { _, _ in }
     var atBlock: (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in }

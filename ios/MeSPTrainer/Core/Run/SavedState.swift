@@ -61,7 +61,6 @@ package struct SavedState: Codable {
             && (0...step + 1).contains(evaluationsSinceBest) && (try? settings.check()) != nil
     }
 
-    /// Replaces the saved state in `folder` atomically.
     package func save(_ trainer: Trainer, in folder: URL) throws {
         let json = String(decoding: try JSONEncoder.snakeCase.encode(self), as: UTF8.self)
         let url = Self.url(in: folder)

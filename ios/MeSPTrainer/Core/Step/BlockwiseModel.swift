@@ -84,7 +84,6 @@ package final class BlockwiseModel {
         return layouts[block].base(sqrt(squares))
     }
 
-    /// Returns DoRA's formulas for a block; nil without DoRA, and for a block without parameters.
     private func dora(
         _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, norms: MLXArray? = nil
     ) throws -> DoRA? {
@@ -121,7 +120,6 @@ package final class BlockwiseModel {
         }
     }
 
-    /// The side inputs of all blocks for a sequence, kept from the forward to the backward pass.
     package final class SequenceContext {
         fileprivate let records: [Range<Int>]?
         fileprivate let embeddings: LayerEmbeddings?
@@ -284,7 +282,6 @@ package final class BlockwiseModel {
         try loss(lastOutput(example, parameters: moved), example)
     }
 
-    /// Returns the last block's output `[1, T, hidden]` for a single sequence.
     func lastOutput(
         _ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray,
         check: (_ block: Int, _ y: MLXArray) throws -> Void = { _, _ in }

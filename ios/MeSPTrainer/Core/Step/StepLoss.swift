@@ -6,7 +6,6 @@ package protocol StepLoss {
     /// Passes the loss's gradient to a sink, in one or several backward passes, and adds the loss to a result.
     func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ result: inout StepResult) throws
 
-    /// Adds the loss to a result, with forward passes only.
     func score(
         _ trainer: Trainer, _ result: inout StepResult,
         parameters: (_ block: Int, _ lora: MLXArray) throws -> MLXArray
