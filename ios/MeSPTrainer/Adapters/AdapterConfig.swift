@@ -3,7 +3,6 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The fields of adapter_config.json that affect the adapters' results.
 struct AdapterConfig {
     let format: AdapterFormat
     let rank: Int

@@ -142,7 +142,6 @@ struct AdapterReader {
         try explaining(body, as: { "Cannot load the adapters in \(folder.path): \($0)." })
     }
 
-    /// Reads and evaluates a block's parameters `[P]`.
     mutating func read(_ block: Int, onlyB: Bool = false, absent: MLXArray? = nil) throws -> MLXArray {
         try Self.naming(folder) {
             let layout = layouts[block]

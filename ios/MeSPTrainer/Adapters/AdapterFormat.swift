@@ -68,7 +68,6 @@ package enum AdapterFormat {
         }
     }
 
-    /// Converts a matrix in this format into the trainer's matrix, of shape `shape`.
     func turnedBack(_ array: MLXArray, _ matrix: String, to shape: [Int]) -> MLXArray {
         guard shape.count == 3 else { return self == .mlx ? array : array.T }
         switch (self, matrix) {
@@ -78,7 +77,6 @@ package enum AdapterFormat {
         }
     }
 
-    /// Converts the shape of the trainer's matrix `A`, `B` or `m` into the shape in this format.
     package func turned(_ shape: [Int], _ matrix: String) -> [Int] {
         guard shape.count == 3 else { return self == .mlx ? shape : shape.reversed() }
         switch (self, matrix) {

@@ -48,7 +48,6 @@ package struct LoRALayout {
         return count > 0 ? all[start..<start + count] : nil
     }
 
-    /// Returns the matrices of a module as views of `flat`.
     package func matrices(_ module: Module, in flat: MLXArray) -> LoRAMatrices {
         let start = modules.prefix { $0 != module }.reduce(0) { $0 + size($1) }
         let (a, b) = shapes(module)

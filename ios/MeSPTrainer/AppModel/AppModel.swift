@@ -40,16 +40,13 @@ import Observation
     }
     package internal(set) var deletion: Deletion?
     var importRequest: ImportRequest?
-    /// The fraction of the text that is tokenized, from 0 to 1, or nil while nothing is tokenized.
     public internal(set) var tokenized: Double?
     public internal(set) var textNotices = [Sentence]()
-    /// Whether the form for a new run is shown instead of the current or last run.
     public var showsSetup = true
     var declinedRun: StoredRun.ID?
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored let loadTokenizer: @Sendable (URL) async throws -> any TextTokenizer
-    /// The folder of a recorded run, to show if the app cannot train on this device.
     @ObservationIgnored let recording: URL?
     @ObservationIgnored let notificationDisplay: (any NotificationDisplay)?
     @ObservationIgnored private var runNotifications: RunNotifications?
@@ -168,7 +165,6 @@ import Observation
     public var chosenRun: StoredRun.ID?
     package var writingRun: StoredRun? { library.trained.first { $0.id == chosenRun } ?? library.trained.first }
     public var writingBundle: StoredBundle? { writingRun.flatMap(library.bundle(of:)) ?? form.bundle }
-    /// The other trained runs of the same bundle, which can be combined with `writingRun`.
     public var secondRuns: [StoredRun] {
         guard let first = writingRun else { return [] }
         return library.trained.filter { $0.id != first.id && library.bundle(of: $0)?.id == writingBundle?.id }
@@ -183,7 +179,6 @@ import Observation
         let second = secondRun
         return [writingRun].compactMap { $0 } + secondRuns.filter { $0.id == second }
     }
-    /// The strengths of the adapters of the first and second run, from 0 to 1.
     public var strengths: [Float] = [1, 1]
 
     /// Opens the *Try* tab with this run's adapters alone, at full strength. Fills an empty prompt with an example of the run.

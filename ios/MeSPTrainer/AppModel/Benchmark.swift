@@ -26,7 +26,6 @@ import Observation
         /// for this model, sequence length and rank.
         public var paperBytes: Int?
         public var paperTimeOfMebp: Double?
-        /// The worst thermal state during the steps.
         public var thermalState: String
 
         public var id: GradientMethod { method }

@@ -4,7 +4,6 @@ import MeSPBundle
 import Observation
 
 @MainActor @Observable public final class ChoiceList {
-    /// The choices, the newest first.
     public private(set) var list = [Choice]()
     public var url: URL { store.url }
 

@@ -12,7 +12,6 @@ extension TrainingPreview {
     }
 }
 
-/// A preview of the first sequence of the form's data, as a run with the form's settings would train on it.
 @MainActor @Observable public final class DataPreview {
     public struct Inputs: Hashable, Sendable {
         let bundle: StoredBundle.ID?
@@ -32,7 +31,6 @@ extension TrainingPreview {
     }
 
     private var result: Result<TrainingPreview, MeSPError>?
-    /// The inputs of the latest preview, which may still be loading.
     private var last: Inputs?
 
     @ObservationIgnored private let form: TrainingForm

@@ -8,7 +8,6 @@ import MeSPSentences
 
 /// The app's files. Imported bundles are in the Documents folder, and runs in its subfolder `runs`.
 public struct DocumentsFolder: Sendable {
-    /// The Documents folder, which the Files app shows.
     public let documents: URL
     let included: URL?
     let freeBytes: @Sendable (URL) -> Int?
@@ -100,7 +99,6 @@ public struct DocumentsFolder: Sendable {
         }
     }
 
-    /// Returns the subfolders of a folder, or an empty array if it does not exist.
     func contents(_ folder: URL) throws -> [URL] {
         guard FileManager.default.fileExists(atPath: folder.path) else { return [] }
         do {

@@ -145,7 +145,6 @@ extension DocumentsFolder {
 
     enum DownloadProgress: Sendable {
         case downloaded(Int)
-        /// The bytes of the bundle written so far, after all files are downloaded.
         case rewritten(Int)
     }
 
@@ -221,7 +220,6 @@ extension DocumentsFolder {
 
     struct BegunDownload: Codable {
         let offer: HubDownload.Offer
-        /// Whether the person allows expensive networks and networks in Low Data Mode.
         let usesAnyNetwork: Bool
     }
 

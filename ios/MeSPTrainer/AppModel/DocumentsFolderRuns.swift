@@ -5,7 +5,6 @@ import MeSPCore
 import MeSPSentences
 
 extension DocumentsFolder {
-    /// Returns all runs, the newest first.
     public func runs(running: URL? = nil) throws -> [StoredRun] {
         try contents(runsFolder).map {
             StoredRun(url: $0, isRunning: $0.lastPathComponent == running?.lastPathComponent)
@@ -32,7 +31,6 @@ extension DocumentsFolder {
         }
     }
 
-    /// Copies the reports of self-checks and the logs of runs into `folder`, whose old contents are deleted.
     public func exportMeasurements(to folder: URL) throws {
         let files = FileManager.default
         do {

@@ -11,9 +11,7 @@ import Observation
     var onChange: (() -> Void)? { get set }
 }
 
-/// A bundle or a model on the Hugging Face Hub, and the progress of its download and conversion.
 @MainActor @Observable public final class DownloadState {
-    /// The repository on the Hub, as `owner/name`.
     public var repository = ""
     public private(set) var offer: HubDownload.Offer?
     public private(set) var isLooking = false
@@ -64,7 +62,6 @@ import Observation
         offer = try await open(repository.trimmingCharacters(in: .whitespaces)).fetchOffer()
     }
 
-    /// The bytes that a model's files and its bundle take together during the conversion, or nil unless the offer is a model.
     public var spaceWhileRewriting: Int? { offer.flatMap { $0.isModel ? $0.size + $0.bundleSize : nil } }
 
     public var license: Sentence {
@@ -72,7 +69,6 @@ import Observation
         return Self.license(model.license, name: model.licenseName)
     }
 
-    /// Returns the licence's name, or else its identifier, or else “not named”.
     static func license(_ identifier: String?, name: String?) -> Sentence {
         [name, identifier].compactMap { $0 }.first { !$0.isEmpty }.map { "\($0)" } ?? "not named"
     }
@@ -155,7 +151,6 @@ import Observation
         return bundle
     }
 
-    /// Resumes the download that was in progress when the app was terminated.
     func resume() async throws -> StoredBundle? {
         guard progress == nil, let begun = try folder.readBegunDownload() else { return nil }
         let download = try open(begun.offer.repository)

@@ -24,7 +24,6 @@ import Observation
     }
 
     public private(set) var score: Score?
-    /// A notice about columns that were not read, or nil.
     public private(set) var notice: Sentence?
     public private(set) var progress: Double?
     public private(set) var problem: Sentence?

@@ -52,7 +52,6 @@ import Observation
     }
     public private(set) var rounds = [Round]()
 
-    /// A statement of the data that leave the device, to which the person agrees before joining.
     public static let agreement: Sentence =
         "This device sends the adapters that it trains, the number of tokens that they were trained on, the mean loss, the peak of memory, and the name that you give it. Your texts, your choices and the model's answers stay here. Adapters can reveal something about the text that they were trained on, so take part only if you trust the operator of the server."
 
@@ -69,7 +68,6 @@ import Observation
         monitor.observers.append { [weak self] _ in self?.followCharger() }
     }
 
-    /// Joins the federation, and returns when the person leaves it.
     func join(with bundle: StoredBundle, data: URL?, folder: URL) async throws {
         guard !isOn else { return }
         guard let server = URL(string: address.trimmingCharacters(in: .whitespaces)) else {

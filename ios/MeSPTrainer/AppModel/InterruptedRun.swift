@@ -12,7 +12,6 @@ extension AppModel {
         return run
     }
 
-    /// Stops offering the interrupted run. It stays in the list.
     public func decline(_ run: StoredRun) { declinedRun = run.id }
 
     public func resume(_ run: StoredRun) async {
@@ -37,7 +36,6 @@ extension AppModel {
 
     public var canReplay: Bool { refusal != nil && recording != nil && !controller.isRunning }
 
-    /// Shows the recorded run as if it were in progress, and adds it to the list.
     public func replay() async {
         guard canReplay, let recording else { return }
         let copy = library.folder.runsFolder.appendingPathComponent("Recorded run")

@@ -107,7 +107,6 @@ import Observation
         }
     }
 
-    /// Waits until the app has been active during `settle` without interruption.
     private func stayInFront() async throws {
         repeat {
             wasLeft = false
@@ -115,7 +114,6 @@ import Observation
         } while wasLeft || monitor.scene != .active
     }
 
-    /// Stops generation after the current block and discards the run's unfinished examples.
     public func stop() {
         work?.cancel()
         if let writing { samples[writing] = nil }
@@ -164,7 +162,6 @@ private struct HeldOutPrompts: Sendable {
         return prompts
     }
 
-    /// Returns the tokens before the first answer as a prompt, or a short piece of the text if the whole text is trained.
     private func prompt(of example: Example, _ frame: (before: [Int], after: [Int])?) -> Prompt {
         let tokens = example.tokens.map { Int($0) }
         let first = example.counted.first ?? 0

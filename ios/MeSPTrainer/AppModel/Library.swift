@@ -9,7 +9,6 @@ import Observation
 @MainActor @Observable public final class Library {
     public let folder: DocumentsFolder
     public private(set) var bundles = [StoredBundle]()
-    /// The runs, the newest first.
     public private(set) var runs = [StoredRun]()
     public private(set) var importing: String?
     public private(set) var rewritten: Double?

@@ -4,7 +4,6 @@ import MeSPFiles
 /// The figures in the paper "MeSP" (2026) for MeSP on an iPhone 17 Pro with 4-bit weights.
 struct PaperFigures: Decodable {
     let rank: Int
-    /// The duration of a MeSP step relative to a MeBP step.
     let timeOfMebp: Double
     /// The peak memory in MB, by model and sequence length.
     private let peakMb: [String: [String: Double]]

@@ -9,7 +9,6 @@ public struct RunProgress: Sendable, Equatable {
     public var steps: Int
     public var loss: Float?
     package var secondsLeft: Double?
-    /// The number of block boundaries that the run has passed since the last logged step.
     public var blocks: Int
 
     public init(_ log: LogSummary, steps: Int, blocks: Int = 0) {

@@ -29,7 +29,6 @@ import Observation
 
     public struct Request: Sendable {
         public var prompt = ""
-        /// Whether the prompt is a message, to which the chat template is applied.
         public var isChat = false
         public var system = ""
         public var maxTokens = 128
@@ -53,7 +52,6 @@ import Observation
     public private(set) var problem: Sentence?
 
     @ObservationIgnored private let monitor: any DeviceMonitor
-    /// The folder of the saved conversation, or nil if conversations are not saved.
     @ObservationIgnored private let folder: DocumentsFolder?
     /// Whether the saved conversation was read or cleared. Until then, it must not be overwritten.
     @ObservationIgnored private var hasReadSaved = false
@@ -75,7 +73,6 @@ import Observation
 
         init(_ bundle: URL? = nil) { self.bundle = bundle }
 
-        /// Returns the model with these adapters. The first call opens the model, and later calls only change its adapters.
         func model(_ url: URL, with adapters: [WeightedAdapters]) throws -> Generator {
             var model = try generator ?? Generator(ModelBundle(url: url))
             generator = nil  // frees the previous adapters
@@ -204,7 +201,6 @@ import Observation
             rejected: corrected == nil ? turns[index][keyPath: other].text : answer)
     }
 
-    /// Deletes the conversation, also the saved one, unless a text is being generated.
     public func clear() {
         guard writing == nil else { return }
         (turns, partners, problem, hasReadSaved) = ([], "", nil, true)
@@ -221,8 +217,6 @@ import Observation
         folder?.save(partners.isEmpty ? nil : stored)
     }
 
-    /// Returns the names of the runs whose adapters wrote the fine-tuned answer, each with its strength unless that is 1. Returns nil without
-    /// adapters.
     public func tunedName(of turn: Turn) -> String? {
         guard !runNames.isEmpty else { return nil }
         return runNames.enumerated().map { index, name in

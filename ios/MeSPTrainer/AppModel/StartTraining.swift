@@ -8,7 +8,6 @@ import MeSPSentences
 extension AppModel {
     public var canStart: Bool { isFree && (try? form.fit.get().fits) == true }
 
-    /// The reason why a run with the form's settings cannot begin now, with a remedy, or nil if there is none to show.
     public var startProblem: Sentence? {
         guard refusal == nil, library.hasLooked, !isPreparing else { return nil }
         if isBusy { return "The model is in use; wait until that has ended, or stop it." }

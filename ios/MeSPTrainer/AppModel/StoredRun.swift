@@ -12,7 +12,6 @@ public struct StoredRun: Identifiable, Sendable {
     public let url: URL
     public let status: Status
     public let log: LogOutline?
-    /// The time when the run began, taken from the run's folder.
     public let date: Date
 
     init(url: URL, isRunning: Bool) {
@@ -40,7 +39,6 @@ public struct StoredRun: Identifiable, Sendable {
     public var name: String { id }
     package var isBenchmark: Bool { url.pathExtension == DocumentsFolder.benchmark }
 
-    /// The folder of the adapters saved last, or nil if there is none.
     public var adapters: URL? { existing("adapters") }
 
     /// Whether the run can continue. An interrupted run without a saved state starts again from the beginning.

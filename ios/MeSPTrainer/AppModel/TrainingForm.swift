@@ -36,7 +36,6 @@ import Observation
         get { settings.maxGradNorm != nil }
         set { settings.maxGradNorm = newValue ? 1 : nil }
     }
-    /// The run whose adapters to start from; nil for new adapters.
     public var startingRun: StoredRun.ID?
     public var startingRuns: [StoredRun] {
         library.trained.filter {
@@ -57,7 +56,6 @@ import Observation
             settings.projections = names == standard ? nil : names
         }
     }
-    /// Typed text that is not a valid number, by field.
     private var unreadable = [NumberField: String]()
     /// The typed text, shown while it still equals the setting's value.
     private var typed = [NumberField: String]()
@@ -111,7 +109,6 @@ import Observation
     public var textKind = TextKind.bundle { didSet { settings.objective = textKind == .choices ? .dpo : nil } }
     public var file: URL? { didSet { if file != nil { textKind = .file } } }
     public var pasted = ""
-    /// Whether the loss covers only the answers, for records with prompts.
     public var answersOnly = true
     /// Whether the run limits forgetting by weakening or dropping the adapters if necessary.
     public var keepsKnowledge = true
@@ -125,7 +122,6 @@ import Observation
         (self.library, self.monitor) = (library, monitor)
     }
 
-    /// Chooses the bundle to train, and changes settings that it does not support.
     public func select(_ bundle: StoredBundle?) {
         self.bundle = bundle
         guard let manifest = bundle?.manifest else { return }
@@ -197,7 +193,6 @@ import Observation
         }
     }
 
-    /// Returns the text to tokenize; nil for the bundle's own text.
     func source() throws -> TextData.Source? {
         switch textKind {
         case .bundle: return nil

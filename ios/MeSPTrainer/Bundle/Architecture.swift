@@ -1,13 +1,6 @@
 import MeSPFiles
 
 /// A model's configuration, in one form for all model families. The exporter derives it from the model's `config.json`.
-///
-/// A block consists of a mixer and an MLP. The outer `norm` is present only with `postNorms`:
-///
-///     x_mid = x + norm(mixer(mixer_in)),  mixer_in = RMSNorm(x)
-///     y = x_mid + norm(mlp(mlp_in)),  mlp_in = RMSNorm(x_mid)
-///
-/// In a model with `perLayer`, y is then changed as `PerLayerEmbedding` describes.
 public struct Architecture: Decodable, Sendable, Equatable {
     package let modelType: String
     package let hiddenSize: Int

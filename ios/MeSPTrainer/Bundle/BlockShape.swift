@@ -29,7 +29,6 @@ package struct BlockShape: Sendable, Equatable {
     /// The MLP's gate, or the mixer's first projection if there is no MLP besides experts.
     package var wideProjection: Projection { mlp.modules.isEmpty ? mixer.modules[0].projections[0] : .gate }
 
-    /// Returns the input size of a module and the sum of its projections' output sizes.
     package func dimensions(_ module: Module) -> (inputs: Int, outputs: Int) { dimensions([module]) }
 
     package func dimensions(_ modules: [Module]) -> (inputs: Int, outputs: Int) {
@@ -90,7 +89,6 @@ package struct BlockShape: Sendable, Equatable {
             && joined.joined().count == Set(joined.joined().map(\.name)).count
     }
 
-    /// For each joined layer of Hugging Face's model, this block's modules in it.
     private var joined: [[Module]] {
         (architecture.hfModules ?? []).map { layer in trainable.filter { layer.parts.contains($0.name) } }
     }

@@ -170,7 +170,6 @@ package enum MLXErrors {
 }
 
 package struct MLXFailure: SentenceError {
-    /// MLX's message without the place in MLX's source code and without the final full stop.
     package let message: String
     package fileprivate(set) var isFinal = false
 
@@ -179,7 +178,6 @@ package struct MLXFailure: SentenceError {
         message = error.localizedDescription.replacing(#/ at /\S+:[0-9]+$/#, with: "").replacing(#/\.+$/#, with: "")
     }
 
-    /// Whether iOS refused the GPU because the app is in the background.
     var isRefusal: Bool { message.contains("BackgroundExecutionNotPermitted") }
 
     package var isOfMemory: Bool {

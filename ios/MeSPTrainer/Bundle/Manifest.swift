@@ -27,14 +27,12 @@ public struct Manifest: Decodable, Sendable {
         /// The distance in words between consecutive matrices of a stack `[experts, rows, columns]`, or nil for other arrays.
         package let stride: Int?
     }
-    /// The blocks of one kind, with the same mixer, the same MLP and the same layout of their weight files.
     package struct Blocks: Decodable, Sendable {
         package let layers: [Int]
         /// The function files, by sequence length. A GPU's forward pass calls `functions`, whose activations are bfloat16. `plainFunctions` consist of
         /// plain operations in float32 on the CPU, and MeBP differentiates them.
         package let functions: [String: String]
         package let plainFunctions: [String: String]
-        /// The function files for packed sequences on a GPU, or nil if the bundle has none.
         package let packedFunctions: [String: String]?
         package var packed: [String: String] { packedFunctions ?? [:] }
         /// Whether the bundle has functions for these blocks. It has none for blocks with experts, and if it was made on a device.
@@ -150,7 +148,6 @@ extension Manifest {
         return manifest
     }
 
-    /// For each block, the index of its kind in `blocks`.
     var kindOfBlock: [Int] {
         blocks.enumerated().reduce(into: Array(repeating: 0, count: architecture.numHiddenLayers)) { kinds, kind in
             for block in kind.element.layers { kinds[block] = kind.offset }

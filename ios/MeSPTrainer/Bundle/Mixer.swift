@@ -40,13 +40,7 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
     package var gateDim: Int { outputGate ? headDim : headGate ? 1 : 0 }
 }
 
-/// The gated delta rule ([Yang et al.](https://arxiv.org/abs/2412.06464)). After the convolution, q and k are normalized per head, and q is divided
-/// by √keyHeadDim. Each value head has its own S and o:
-///
-///     q, k, v = silu(conv(qkv))
-///     S ← g S + k (β (v − (g S)ᵀ k))ᵀ    g = exp(−exp(A_log) softplus(a + dt_bias)),  β = σ(b)
-///     o = Sᵀ q
-///     x_mid = x + out(norm(o) ∘ silu(z))
+/// The gated delta rule ([Yang et al.](https://arxiv.org/abs/2412.06464)).
 package struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
     package let numKeyHeads: Int
@@ -68,13 +62,7 @@ package struct ShortConvolutionMixer: Decodable, Sendable, Equatable {
     let kernelSize: Int
 }
 
-/// The Mamba-2 state-space model ([Dao & Gu](https://arxiv.org/abs/2405.21060)). One projection computes z, xBC and dt. Each group of heads shares B
-/// and C, and each head has its own S and o:
-///
-///     u, B, C = silu(conv(xBC) + bias)
-///     S ← exp(−exp(A_log) Δ) S + Δ u Bᵀ    Δ = softplus(dt + dt_bias)
-///     o = S C + D u
-///     x_mid = x + out(norm(o ∘ silu(z)))
+/// The Mamba-2 state-space model ([Dao & Gu](https://arxiv.org/abs/2405.21060)). One projection computes z, xBC and dt.
 package struct Mamba2Mixer: Decodable, Sendable, Equatable {
     let modules: [Module]
     package let numHeads: Int

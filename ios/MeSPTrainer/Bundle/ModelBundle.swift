@@ -27,7 +27,6 @@ package struct ModelBundle {
     /// them again.
     package final class Maps {
         package var areKept = false { didSet { if !areKept { release() } } }
-        /// Weak references to the objects that keep arrays backed by maps.
         private var holders = [() -> (any MapHolder)?]()
         fileprivate var words = [String: MLXArray]()
         fileprivate(set) var mapped = [String: Int]()

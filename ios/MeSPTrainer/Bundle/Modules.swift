@@ -1,4 +1,3 @@
-/// A weight matrix in the formulas of a block.
 package enum Projection: String, Decodable, CaseIterable, Sendable {
     /// Projections of attention. g computes one gate per head.
     case q, k, v, g, o
@@ -6,7 +5,6 @@ package enum Projection: String, Decodable, CaseIterable, Sendable {
     case qkv, z, b, a
     /// The input projection of a short convolution or Mamba-2, with three consecutive parts.
     case `in`
-    /// The output projection of a mixer other than attention.
     case out
     case gate, up, down
     case perLayerGate = "ple_gate"

@@ -18,7 +18,6 @@ package final class NeuralAccelerators: @unchecked Sendable {
     package enum State: String, Sendable {
         /// MLX does not use neural accelerators here, or the environment sets the GPU's architecture.
         case absent
-        /// The neural accelerators are hidden from MLX, because no self-check has passed.
         case off
         case checking
         /// A self-check has failed. MLX uses the neural accelerators until the process ends.

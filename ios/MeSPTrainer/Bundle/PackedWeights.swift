@@ -15,7 +15,6 @@ package struct PackedWeights {
 
     package var onCPU: PackedWeights { PackedWeights(words: words, arrays: arrays, backend: .cpu) }
 
-    /// Returns the named array, or with `number` one matrix of a stack. Returns nil if there is no such array.
     package func array(_ name: String, _ number: Int? = nil) -> MLXArray? {
         let key = number.map { "\(name) \($0)" } ?? name
         if let known = views?.arrays[key] { return known }
@@ -33,7 +32,6 @@ package struct PackedWeights {
     }
 }
 
-/// The quantization of a matrix, derived from the shapes of its arrays.
 package struct QuantizationFormat {
     package let bits: Int
     package let groupSize: Int

@@ -125,7 +125,6 @@ package final class BoundaryGate: @unchecked Sendable {
         return messages
     }
 
-    /// Returns when the thread waits at the gate or has ended.
     package func restBegins() async {
         await withCheckedContinuation { rest in atWork.notify(queue: .global()) { rest.resume() } }
     }

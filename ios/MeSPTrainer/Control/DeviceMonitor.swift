@@ -1,6 +1,5 @@
 import MeSPCore
 
-/// The state of the app's scene, as in SwiftUI's `ScenePhase`.
 public enum AppScene: String, Sendable, CaseIterable { case active, inactive, background }
 
 @MainActor public protocol DeviceMonitor: AnyObject, Sendable {

@@ -10,9 +10,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
     case away
     case memory
     case heat
-    /// The battery is low and not charging.
     case battery
-    /// Low Power Mode is on, and the device does not charge.
     case lowPower
     /// The device does not charge, as overnight background time requires.
     case charger

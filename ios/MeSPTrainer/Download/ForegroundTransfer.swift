@@ -29,7 +29,6 @@ struct ForegroundTransfer: Transfer {
 }
 
 private final class ResponseWriter: NSObject, URLSessionDataDelegate, @unchecked Sendable {
-    /// The size of the file before the request.
     let offset: Int
     private let requested: RequestedFile
     private let file: FileHandle

@@ -46,7 +46,6 @@ public struct HubDownload: Sendable {
 
     // MARK: - Fetching
 
-    /// Returns the bundle or the model in the repository, after a check that this build supports it.
     package func fetchOffer() async throws -> Offer {
         do {
             do {
@@ -226,7 +225,6 @@ public struct HubDownload: Sendable {
         return try await isSound(url, file)
     }
 
-    /// Returns whether the file's SHA-256 is right or unknown.
     private static func isSound(_ url: URL, _ file: Offer.File) async throws -> Bool {
         guard let digest = file.sha256 else { return true }
         return try await Task.detached { try sha256(of: url) }.value == digest

@@ -10,7 +10,6 @@ extension HubDownload {
         package struct File: Codable, Sendable {
             package let path: String
             package let size: Int
-            /// The SHA-256 in hexadecimal; nil if it is unknown.
             package let sha256: String?
 
             /// Whether the path stays inside a folder, the size is at most 1 TiB, and a known SHA-256 has 64 hexadecimal digits.
@@ -34,7 +33,6 @@ extension HubDownload {
         package let model: Model?
         /// The bytes of the bundle's manifest file; nil for a model.
         let json: Data?
-        /// The files to download, besides the manifest.
         let files: [File]
 
         /// Whether the offer is a model in MLX's format. A model is converted after the download.

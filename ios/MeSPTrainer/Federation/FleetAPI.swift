@@ -20,7 +20,6 @@ struct FleetAPI: Sendable {
         var hasAnswer = false
     }
 
-    /// An error response of the server, with one of Flower's error codes.
     struct Refusal: LocalizedError, Decodable {
         static let keyIsRegistered = 23
         static let registersByHand = 2001
@@ -32,7 +31,7 @@ struct FleetAPI: Sendable {
         var errorDescription: String? { detail }
     }
 
-    /// The maximum sizes of responses, in bytes. `mostOfObject` is for responses with an object. `mostBytes` is for other responses.
+    /// The maximum sizes of responses, in bytes.
     private static let mostOfObject = 6 << 20, mostBytes = 1 << 20
 
     /// Calls a function of the API.

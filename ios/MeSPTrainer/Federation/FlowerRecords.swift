@@ -1,7 +1,6 @@
 import Foundation
 import MeSPSentences
 
-/// The content of a Flower message: named records of arrays, metrics and settings.
 package struct FlowerRecords: Sendable, Equatable {
     package var arrays = [String: [String: FlowerArray]]()
     package var metrics = [String: [String: FlowerValue]]()

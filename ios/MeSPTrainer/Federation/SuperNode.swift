@@ -20,10 +20,8 @@ package struct SuperNode: Sendable {
         case dropped(Question, Sentence)
         /// A message could not be read or answered. The server learns of the failure but not of the reason.
         case failed(Question, String)
-        /// A message was skipped because its metadata or its object tree is invalid.
         case passedOver(Sentence)
         case waiting(Sentence)
-        /// The server can be reached again.
         case reached
     }
 
@@ -33,7 +31,6 @@ package struct SuperNode: Sendable {
         /// The type: `train`, `evaluate` or `query`, optionally followed by a dot and a name.
         package let type: String
         package let run: UInt64
-        /// The name of the round in the server's app.
         package let group: String
         /// The time when the server's app created the message, by the server's clock.
         package let created: Date

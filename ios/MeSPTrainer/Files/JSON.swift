@@ -17,7 +17,6 @@ extension JSONEncoder {
     }
 }
 
-/// A JSON object with the fields of several values.
 package struct JoinedObject: Encodable {
     private let parts: [any Encodable]
 

@@ -11,10 +11,11 @@ extension ModelImport {
     struct SourcedArray {
         let array: Manifest.PackedArray
         let tensor: SourceTensor
-        /// The conversion of the tensor; nil if its bytes are copied unchanged.
         let conversion: Conversion?
     }
 
+    /// Writes the bundle.
+    ///
     /// The hidden folder `.importing-NAME` beside `bundle` holds the incomplete bundle. At the end it is renamed to `bundle`. If a call ends early,
     /// the next call keeps the weight files that equal what it would write.
     ///
@@ -127,7 +128,6 @@ extension ModelImport {
 
     // MARK: - Weights
 
-    /// Returns the arrays of a weight file, in the order of their offsets.
     func arrays(of file: Manifest.PackedFile) throws -> [SourcedArray] {
         let module: String
         let block = manifest.architecture.numHiddenLayers

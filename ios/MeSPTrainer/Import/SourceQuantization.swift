@@ -15,7 +15,6 @@ struct Quantization: Equatable {
     /// Whether the codes have 1 bit. MLX on phones does not support 1 bit.
     var isOneBit: Bool { bits == 1 }
 
-    /// The quantization in the bundle: 1-bit codes become 2-bit codes with the same values.
     var inBundle: Self { isOneBit ? Self(bits: 2, groupSize: groupSize, mode: mode) : self }
 
     private var isSupported: Bool {
@@ -69,7 +68,6 @@ struct Quantizations {
     /// The quantizations that config.json gives for single modules, by the module's name in MeSP; nil for a module without quantization.
     private let others: [String: Quantization?]
     let entry: JSONValue
-    /// Whether the model has 1-bit codes.
     let hasOneBit: Bool
 
     private static let keys = ["bits", "group_size", "mode"]

@@ -72,7 +72,6 @@ extension SourceTensor {
     }
 }
 
-/// The tensors in a model's folder, by their names in MeSP.
 struct SourceTensors {
     private let folder: URL
     private(set) var tensors = [String: SourceTensor]()

@@ -82,7 +82,6 @@ final class CheckSuite {
     var longest: Int { bundle.manifest.seqLens.max() ?? 1 }
     var architecture: Architecture { bundle.architecture }
 
-    /// Returns the settings of a run with this sequence length, at rank 8 if the bundle supports it.
     func run(_ length: Int) -> RunSettings {
         var run = RunSettings(bundle: settings.bundle, output: "")
         run.usePaperUpdate()

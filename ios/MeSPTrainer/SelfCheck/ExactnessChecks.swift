@@ -56,7 +56,6 @@ extension CheckSuite {
         return Double(try ((a - b).square().sum().sqrt() / b.square().sum().sqrt()).number(Float.self))
     }
 
-    /// Returns the largest error; NaN if an error is not finite, or if there are no errors.
     func worst(_ errors: [Double]) -> Double { errors.contains { !$0.isFinite } ? .nan : errors.max() ?? .nan }
 
     /// Returns the errors of the gradients of each module's A and B. Each is the largest error over the blocks.

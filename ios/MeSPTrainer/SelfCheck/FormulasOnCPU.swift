@@ -10,7 +10,6 @@ struct FormulasOnCPU {
     let scale: Float
     let machine: Machine
 
-    /// Returns the evaluated outputs of a block.
     func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ side: SideInputs) throws -> BlockOutputs {
         try withBlock(block, lora, side) { block in
             let outputs = block.outputs(x.asType(.float32))

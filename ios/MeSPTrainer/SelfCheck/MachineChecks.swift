@@ -12,7 +12,6 @@ import MeSPSentences
 struct SystemGPU {
     let name: String
     let architecture: String
-    /// The recommended maximum of the GPU's memory, in bytes.
     let workingSet: Int
     let largestBuffer: Int
 

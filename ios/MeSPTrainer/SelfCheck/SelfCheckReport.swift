@@ -27,7 +27,6 @@ public struct SelfCheckReport: Codable, Sendable {
     public struct Check: Codable, Sendable, Identifiable {
         public var name: String
         public var verdict: Verdict
-        /// The finding, or the reason why the check was skipped.
         public var sentence: Sentence
         package var measured: [Measurement]
         package var seconds: Double
@@ -44,7 +43,6 @@ public struct SelfCheckReport: Codable, Sendable {
 
     package struct Measurement: Codable, Sendable, Equatable {
         package var name: String
-        /// The value; nil if it is not finite.
         package var value: Double?
         /// The unit: `s`, `bytes`, `bytes/s`, `FLOP/s`, or empty for a plain number.
         package var unit: String
@@ -59,7 +57,6 @@ public struct SelfCheckReport: Codable, Sendable {
     ///     seconds = evals · evalSeconds + kernels · kernelSeconds + new buffers · newBufferSeconds + maps · mapSeconds
     ///               + bytes / bytesPerSecond + FLOP / flopsPerSecond
     package struct Constants: Codable, Sendable, Equatable {
-        /// The overhead of an `eval`.
         package var evalSeconds: Double?
         /// The time of a kernel that waits for another kernel.
         package var kernelSeconds: Double?

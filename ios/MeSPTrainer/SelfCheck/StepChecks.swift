@@ -14,7 +14,6 @@ private struct Steps {
     var mlx = [0, 0, 0]
 
     var first: [Double] { seconds.first ?? [] }
-    /// The median time of each phase, without the first step.
     var usual: [Double] {
         let later = seconds.dropFirst()
         return Self.phases.indices.map { phase in

@@ -104,7 +104,6 @@ struct TinyBundle {
             data += Data(count: (4 - data.count % 4) % 4)
         }
 
-        /// Writes the file, padded to a multiple of `mappingUnit`. Returns the number of words.
         func write(to file: URL) throws -> Int {
             let count = (data.count + mappingUnit - 1) / mappingUnit * mappingUnit
             try (data + Data(count: count - data.count)).write(to: file)

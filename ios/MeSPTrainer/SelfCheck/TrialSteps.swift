@@ -33,7 +33,6 @@ package final class TrialSteps {
             try Self.example(bundle, settings) ?? Example(tokens: tokens, counted: Array(0..<settings.seqLen))
     }
 
-    /// Returns the first training sequence; nil if the data has no examples, or has preferences.
     private static func example(_ bundle: ModelBundle, _ settings: RunSettings) throws -> Example? {
         guard let stream = try bundle.tokens("train"), stream.hasExamples, !stream.hasPreferences else { return nil }
         let packs = stream.packsExamples && settings.method.takesPacked

@@ -9,7 +9,6 @@ public struct MetalRules: Sendable {
     public var tf32 = false
     /// Whether the GPU is the default device. Work on the GPU fails.
     public var gpuByDefault = false
-    /// The command buffers or allocations that fail, or nil if none fail.
     public var failingBuffers: FailingCommandBuffers?
 
     public init(tf32: Bool = false, gpuByDefault: Bool = false, failingBuffers: FailingCommandBuffers? = nil) {

@@ -20,7 +20,6 @@ public final class MLXArray {
 
     public var size: Int { host_array_size(ctx) }
 
-    /// The length of the first dimension.
     public var count: Int { dim(0) }
 
     public var nbytes: Int { host_array_nbytes(ctx) }
@@ -113,7 +112,6 @@ extension MLXArray {
         return data.loadUnaligned(as: T.self)
     }
 
-    /// Returns the elements in row-major order, converted to `type`.
     public func asArray<T: HasDType>(_ type: T.Type) -> [T] {
         guard type.dtype == dtype else { return asType(type).asArray(type) }
         eval()

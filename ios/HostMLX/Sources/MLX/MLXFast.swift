@@ -17,7 +17,6 @@ public enum MLXFast {
         }
     }
 
-    /// Applies rotary position embedding with an int32 offset for each index of the first axis.
     // swift-format-ignore: AlwaysUseLowerCamelCase
     public static func RoPE(
         _ array: MLXArray, dimensions: Int, traditional: Bool, base: Float?, scale: Float, offset: MLXArray,

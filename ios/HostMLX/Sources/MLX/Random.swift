@@ -153,7 +153,6 @@ extension MLXArray: RandomStateOrKey {
 
 extension MLXRandom {
 
-    /// A state that returns a new key at each use.
     public class RandomState: RandomStateOrKey, Updatable, @unchecked Sendable {
         private var state: MLXArray
         private let lock = NSLock()

@@ -13,7 +13,6 @@ public func eval(_ arrays: some Collection<MLXArray>) {
     }
 }
 
-/// Starts the evaluation of the arrays, and returns before it ends.
 public func asyncEval(_ arrays: some Collection<MLXArray>) {
     withVector(arrays) { vector in
         _ = evalLock.withLock { host_async_eval(vector) }

@@ -82,7 +82,6 @@ extension Double {
 }
 
 extension URL {
-    /// Runs `body` with access to a file outside the app's sandbox.
     @MainActor func accessed(_ body: () async -> Void) async {
         let granted = startAccessingSecurityScopedResource()
         await body()

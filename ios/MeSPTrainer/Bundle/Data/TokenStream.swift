@@ -46,7 +46,6 @@ package struct TokenStream: Sendable {
     let examples: Data?
     /// One byte per token: 1 if the token as a target is in the loss, else 0. If it is nil, all targets are in the loss.
     let mask: Data?
-    /// One `Label` per example, or nil without preference data.
     let labels: Data?
     /// The token that replaces the first token of each window or of each of the `pieces(of:)`, if any.
     private(set) var begin: Int?

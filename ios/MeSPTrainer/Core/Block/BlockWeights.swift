@@ -32,7 +32,6 @@ package struct BlockWeights {
         )
     }
 
-    /// Returns R `[E, hidden]`, the router's matrix.
     func router(_ experts: Experts) -> QuantizedMatrix {
         packed.matrix(experts.router + ".", inputs: architecture.hiddenSize)
     }
@@ -42,7 +41,6 @@ package struct BlockWeights {
         shape.mlp.experts?.mlpGate.map { packed.matrix($0 + ".", inputs: architecture.hiddenSize) }
     }
 
-    /// Returns the experts of each token `[T, k]`, from the router's outputs `[T, E]`.
     func chosen(_ experts: Experts, _ z: MLXArray) -> MLXArray {
         experts.chosen(z, bias: experts.bias.map { packed[$0] })
     }

@@ -32,7 +32,6 @@ package struct CrossEntropyHead {
         architecture.finalLogitSoftcapping.map { p * softCapSlope(z, $0) } ?? p
     }
 
-    /// Returns the logits `[n, vocabulary]` of y `[n, hidden]`, in float32.
     package func logits(_ y: MLXArray) -> MLXArray {
         let (h, w) = (norm(y.asType(.float32)), LoRALinear(weight: matrix, bias: nil, lora: nil, scale: 0))
         return capped(

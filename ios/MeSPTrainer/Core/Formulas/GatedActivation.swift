@@ -3,7 +3,6 @@ import MLX
 import MeSPBundle
 
 extension Activation {
-    /// Returns f(gate) up.
     func gated(gate: MLXArray, up: MLXArray) -> MLXArray { kernels.gated([gate, up]) }
 
     /// Returns act = f(gate) up,  d_gate = d_act up f′(gate)  and  d_up = d_act f(gate), in float32.

@@ -47,7 +47,6 @@ package struct GatedDeltaNet {
                 keyDim: keyDim, valueDim: valueDim, valueHeadsOfKey: valueHeads / keyHeads, length: length)
     }
 
-    /// Returns the size of a key head's largest array with a row for each token, in bytes.
     static func arrayBytes(keyDim: Int, valueDim: Int, valueHeadsOfKey: Int, length: Int) -> Int {
         4 * length * max(keyDim, valueHeadsOfKey * max(keyDim, valueDim, ChunkDecays.chunk))
     }

@@ -168,10 +168,8 @@ package struct GatedDeltaRule {
 
     // MARK: - Chunks
 
-    /// The products between the tokens of a chunk, which do not depend on the state.
     private struct Chunks {
         let decays: ChunkDecays
-        /// Q Kᵀ and K Kᵀ
         let qk, kk: MLXArray
         let m: MLXArray
         var gamma: MLXArray { decays.gamma }

@@ -9,7 +9,6 @@ import MeSPBundle
 /// projection's matrix. These weights are frozen. p is computed for one layer at a time.
 package struct LayerEmbeddings {
     private let rows: QuantizedMatrix
-    /// The first block's input `[T, hidden]`.
     private let x0: MLXArray
     private let size: Int
 

@@ -29,7 +29,6 @@ struct LoRALinear {
         return self(x, h: h)
     }
 
-    /// Returns y from x and h = s x̂ A.
     func callAsFunction(_ x: MLXArray, h: MLXArray?) -> MLXArray {
         var y = weight.apply(x, times: lora?.m)
         if let h, let lora { y = addMM(y, h, lora.b) }

@@ -32,7 +32,6 @@ package struct Mamba2 {
         2 * Self.arrayBytes(headDim: headDim, stateSize: stateSize, length: length)
     }
 
-    /// Returns the size of a head's largest array with a row for each token or a state for each chunk, in bytes.
     static func arrayBytes(headDim: Int, stateSize: Int, length: Int) -> Int {
         4 * length * max(headDim, ChunkDecays.chunk, headDim * stateSize / ChunkDecays.chunk)
     }

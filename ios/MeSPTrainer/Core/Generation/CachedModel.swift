@@ -11,7 +11,6 @@ package struct CachedModel {
     /// The maximum number of a text's tokens that go through the blocks together.
     let chunk: Int
     private var adapters: LoadedAdapters?
-    /// The chosen adapters; nil for adapters in memory.
     private(set) var selection: AdapterSelection?
     private var kept: Kept
     private let isRecurrent: Bool

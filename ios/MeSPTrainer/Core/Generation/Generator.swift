@@ -277,7 +277,6 @@ public struct Generator {
         return logits
     }
 
-    /// Returns the logits `[n, vocabulary]` (float32) from the last block's output `[n, hidden]`.
     private func project(_ y: MLXArray) throws -> MLXArray {
         try model.bundle.withHead { weights in
             let logits = CrossEntropyHead(

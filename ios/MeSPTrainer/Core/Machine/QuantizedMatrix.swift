@@ -5,7 +5,6 @@ import MeSPBundle
 package struct QuantizedMatrix: Arrays {
     package let weight: MLXArray
     package let scales: MLXArray
-    /// The biases of affine quantization; nil for other formats.
     package let biases: MLXArray?
     package let format: QuantizationFormat
     let processor: Processor

@@ -3,7 +3,6 @@ import MeSPBundle
 extension Planner {
     private var segment: Int { Machine.mixerTokens(architecture, length, settings.processor) }
 
-    /// Returns the bytes of one segment's part of an array `[T, …]` with `bytes` bytes.
     func inSegment(_ bytes: Int) -> Int { isCut ? bytes / length * segment : bytes }
     private func inOthers(_ bytes: Int) -> Int { bytes - inSegment(bytes) }
 
@@ -21,7 +20,6 @@ extension Planner {
         }
     }
 
-    /// Returns the bytes of a gated delta net's state: S and the last rows of qkv.
     private func state(_ net: GatedDeltaNetMixer) -> Int {
         4 * net.valueWidth * net.keyHeadDim + itemSize * (net.kernelSize - 1) * net.convolutionWidth
     }

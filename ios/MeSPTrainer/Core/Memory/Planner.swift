@@ -207,7 +207,6 @@ package struct Planner: Sendable {
         return method.hasBackwardPass ? [.none, .inputs, .all] : [.none, .all]
     }
 
-    /// The lowest memory limit with which a plan is possible, in bytes.
     package var leastPeak: Int { withMargin(plans.map(peak).min() ?? 0) }
 
     /// Returns a prediction with a margin of 8%, because a prediction can be about 8% too low.

@@ -10,7 +10,6 @@ extension Planner {
     /// Returns the bytes of MLX's arrays at a step's peak, with the memory that MLX or malloc caches.
     package func arrays(_ plan: Plan) -> Int { lasting(plan) + machineMemory.working(self, plan) }
 
-    /// The part of a predicted peak that is Metal's, in bytes; nil if MLX does not start Metal.
     package var metalBytes: Int? { machineMemory.metal }
 
     /// The bytes of the process once MLX has started and has imported the run's block functions. The functions' graphs take 7.5 times the size of
@@ -62,7 +61,6 @@ extension Planner {
 
     private func sum(_ bytes: (Parameters) -> Int) -> Int { parameters.reduce(0) { $0 + bytes($1) } }
 
-    /// The bytes of the parameters, the optimizer's state, their copies, and further arrays with DoRA.
     var vectorBytes: Int {
         let state = Optimizer.state(settings)
         let values = sum {
@@ -190,7 +188,6 @@ extension Planner {
     func activation(_ features: Int) -> Int { length * features * itemSize }
     var hidden: Int { activation(architecture.hiddenSize) }
     var intermediate: Int { activation(architecture.widestMLP) }
-    /// The bytes of the input of a post-norm, which the backward pass reads; 0 without post-norms.
     var normed: Int { architecture.postNorms ? hidden : 0 }
     private var perLayer: Int { activation(architecture.perLayer?.size ?? 0) }
     /// Returns the bytes of `rows` of a weight `[rows, hidden]`, if they are dequantized before a product; 0 otherwise.

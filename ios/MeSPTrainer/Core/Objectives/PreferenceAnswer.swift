@@ -1,11 +1,9 @@
 import MeSPBundle
 
-/// A sequence of a prompt and an answer, with a loss on the answer's tokens.
 struct PreferenceAnswer {
     let example: Example
     let isGood: Bool
     let source: Source
-    /// The possible sequence lengths, in tokens, ascending.
     let lengths: [Int]
 
     struct Source: Hashable, Comparable {

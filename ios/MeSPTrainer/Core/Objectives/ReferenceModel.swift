@@ -4,7 +4,6 @@ import MeSPSentences
 /// The reference model π₀: the model at the beginning of the run.
 final class ReferenceModel {
     private let start: BlockArrays?
-    /// The values of log π₀ computed so far, in nats.
     private var known = [PreferenceAnswer.Source: Float]()
 
     /// - Parameter start: the initial parameters; nil if the run began without adapters.

@@ -1,14 +1,12 @@
 import MeSPBundle
 import MeSPSentences
 
-/// A step on answers that are sampled from the current model and rewarded.
 struct RewardedStep {
     let trainer: Trainer
     /// The maximum size of the caches of the answers that are generated together, in bytes.
     let cacheLimit: Int
     let reward: ([AnswerGroup]) throws -> [[Float]]
 
-    /// Samples and rewards answers, and performs one update from them.
     func step(_ prompts: [Example], size: Int, lengths: [Int], number: Int) throws -> StepResult {
         let (start, settings) = (ContinuousClock.now, trainer.model.settings)
         let (groups, answers) = try trainer.model.sampleAnswers(

@@ -2,7 +2,6 @@ import MLX
 import MeSPBundle
 
 extension RunSettings {
-    /// The adapters' scale s: alpha / rank, or alpha / √rank with rsLoRA.
     package var scale: Float { Float(Double(alpha) / (rslora ? Double(rank).squareRoot() : Double(rank))) }
 
     /// The number of a step's sequences; with an objective, the number of its pairs or answers.
@@ -27,7 +26,6 @@ extension GradientMethod {
     /// Whether the backward pass reads intermediates, which a plan may keep.
     var readsIntermediates: Bool { self == .mesp }
 
-    /// Whether a sequence may consist of several packed records.
     package var takesPacked: Bool { self != .mebp }
 }
 

@@ -19,7 +19,6 @@ extension RunSettings {
         return Float(objective != nil ? rate / 10 : groupSize != nil ? rate / 3 : rate)
     }
 
-    /// Sets the optimizer and the learning rate of the MeSP paper.
     package mutating func usePaperUpdate() { (optimizer, learningRate) = (.sgd, Self.paperLearningRate) }
 
     private static let paperLearningRate: Float = 1e-4

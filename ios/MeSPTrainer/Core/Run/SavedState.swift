@@ -11,7 +11,6 @@ package struct SavedState: Codable {
     private var format = Self.format
     var step = 0
     var evaluated: Int?
-    /// The held-out loss at the beginning of the run.
     var first: Float?
     /// The lowest held-out loss so far, and the number of evaluations after it.
     var best: Float?

@@ -22,7 +22,6 @@ final class TrainingLoop {
     private var overBudget: Sentence?
     private var saveAt: ContinuousClock.Instant
 
-    /// The maximum number of sequences of the general text in an evaluation.
     private static let generalPieces = 16
     /// With `saveEvery`, a run also saves when the first time has passed since its beginning, or the second time since its last save. This limits the
     /// work that a crash can cost.
@@ -81,9 +80,6 @@ final class TrainingLoop {
         }
     }
 
-    /// Trains to the end, or until `CancellationError` from a block boundary.
-    ///
-    /// - Throws: `CutShort`, or the error that ends the run.
     func run() throws {
         _ = sampler.takePeak()
         defer { sampler.stop() }

@@ -71,7 +71,6 @@ package final class BlockwiseModel {
 
     package var blocks: Range<Int> { 0..<bundle.architecture.numHiddenLayers }
 
-    /// Returns a block's parameters `[P]` in float32.
     package func parameters(_ block: Int) throws -> MLXArray {
         guard layouts[block].count > 0 else { return MLXArray.zeros([0]) }
         let stored = try lora.read(block)

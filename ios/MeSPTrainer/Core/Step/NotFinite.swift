@@ -3,7 +3,6 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPSentences
 
-/// A number in a training step that is NaN or infinite.
 package struct NotFinite: Error {
     /// The block and the tensor of the number, or another place, as the beginning of a sentence.
     package let what: Sentence

@@ -7,7 +7,6 @@ struct Optimizer {
     private let settings: RunSettings
     /// SGD's velocity, or AdamW's first moment m, with an array for each block.
     var first: BlockArrays?
-    /// AdamW's second moment v.
     var second: BlockArrays?
     /// The quantization of `first` and `second`; nil if they are float32.
     private let maps: (first: DynamicQuantization, second: DynamicQuantization)?

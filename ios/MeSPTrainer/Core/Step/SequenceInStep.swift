@@ -7,7 +7,6 @@ struct SequenceInStep {
     /// In the forward pass, the current block's input. Between the passes, the last block's output. In the backward pass, the gradient of the current
     /// block's output.
     var residual: MLXArray
-    /// The inputs of the blocks, from the first trained block on.
     var inputs: BlockArrays
     var kept = [Int: Intermediates]()
 }

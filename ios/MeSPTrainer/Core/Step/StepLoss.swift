@@ -3,7 +3,6 @@ import MeSPBundle
 
 /// A loss that a step differentiates. The step's loss is the sum of one or several losses.
 package protocol StepLoss {
-    /// Passes the loss's gradient to a sink, in one or several backward passes, and adds the loss to a result.
     func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ result: inout StepResult) throws
 
     func score(

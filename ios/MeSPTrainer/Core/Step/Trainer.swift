@@ -99,7 +99,6 @@ package final class Trainer {
         return sequences
     }
 
-    /// Returns the sum of a sequence's losses, and `weight` times its gradient with respect to the last block's output.
     func head(_ y: MLXArray, _ example: Example, weight: Float) throws -> (loss: Float, dy: MLXArray) {
         let (loss, dy) = try model.lossAndGradient(y, example, scale: weight)
         guard loss.isFinite else { throw try model.notFinite([example]) }

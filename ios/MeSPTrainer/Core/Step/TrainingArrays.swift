@@ -5,12 +5,10 @@ import MeSPBundle
 
 /// The arrays of a run that last from step to step or from pass to pass, in memory or in files.
 struct TrainingArrays {
-    /// The file of the block inputs, if they are offloaded.
     let inputsFile: ArrayFile?
     let optimizer: Optimizer
     /// The sums of gradients; nil if gradients are not summed before an update (`Plan.gathersGradients`).
     let sums: BlockArrays?
-    /// The sums of clipped gradients with DP-SGD; nil without DP-SGD.
     let clippedSums: BlockArrays?
     /// The parameters, with initial values from the settings' seed.
     let lora: BlockArrays

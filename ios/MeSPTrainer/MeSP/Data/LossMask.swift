@@ -19,7 +19,6 @@ typealias TemplateEnds = (stops: [Int], followed: [Int])
 /// Usually an answer starts where the marked rendering first differs from the prompt for that answer. It ends where the marked rendering first
 /// differs from the rendering of all messages up to and including that answer. Both places are moved to token boundaries.
 extension RecordEncoder {
-    /// Returns the tokens of a conversation, with the answers in the loss.
     mutating func mask(_ rendering: Rendering) throws -> Encoded {
         let (conversation, whole, shape) = (rendering.conversation, rendering.whole, rendering.shape)
         let trained = conversation.trained

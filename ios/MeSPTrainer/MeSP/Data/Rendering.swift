@@ -8,7 +8,6 @@ import MeSPSentences
 struct Rendering {
     /// What conversations share that differ only in their texts.
     struct Shape {
-        /// The conversation with marks, as the template takes it.
         var conversation: Conversation
         var marked: Marked
         var answers = [Int: Answer]()

@@ -33,7 +33,6 @@ package struct PlainEncoder {
         return whole[..<start] + ids + whole.dropFirst(start + bare.count)
     }
 
-    /// Returns the token ids of a conversation in the chat template.
     package mutating func encode(_ conversation: Conversation, addsGenerationPrompt: Bool) throws -> [Int] {
         func ids(_ conversation: Conversation) throws -> [Int] {
             try conversation.applied(to: tokenizer, addsGenerationPrompt: addsGenerationPrompt)

@@ -83,7 +83,6 @@ package struct TextData: Sendable {
         var isText: Bool { records.records.first?.record is TextRecord }
         var notices: DataNotices { encoder.notices }
 
-        /// Encodes records until there are `limit` examples or, of texts, tokens.
         mutating func encode(upTo limit: Int, progress: (Double) throws -> Void) throws {
             defer { encoder.notices.hasSplit = encoder.plain.hasSplit }
             var refusals = RefusedRecords()
