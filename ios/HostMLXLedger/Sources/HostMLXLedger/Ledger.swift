@@ -156,7 +156,6 @@ public struct LedgerRules: Codable, Sendable, Equatable {
             megaElementsPerBuffer: megaElementsPerBuffer, runAhead: runAhead, lateHandlers: lateHandlers)
     }
 
-    /// The rules of MLX's CPU backend.
     public static let cpu = LedgerRules(
         isMetal: false, operationsPerBuffer: 0, megaElementsPerBuffer: .max >> 32, runAhead: 0)
 

@@ -236,15 +236,15 @@ void host_synchronize(HostStream s);
 // MARK: Metal's behaviour where a CPU is kinder: FailingCommandBuffers.cpp, Streams.cpp, TF32.h
 
 typedef struct {
-    bool tf32;                  // operands of float32 products are rounded to TF32
-    bool gpu_by_default;        // the default device of C++ is the GPU
-    size_t first_failing;       // the number of the first failing command buffer, from 1; 0: none
-    size_t failing_count;       // the number of failing buffers; each fails after the error of the one before was thrown
-    size_t period;              // the number of buffers from one failing buffer to the next
-    size_t delay;               // the number of evaluations that succeed before an evaluation throws the error
-    bool leaves_zeros;          // arrays of a failed buffer hold zeros in place of NaN
-    bool of_allocations;        // allocations are counted and fail, in place of command buffers
-    const char *message;        // the message of a command buffer's error
+    bool tf32;
+    bool gpu_by_default;
+    size_t first_failing;  // the number of the first failing command buffer, from 1; 0: none
+    size_t failing_count;
+    size_t period;
+    size_t delay;
+    bool leaves_zeros;
+    bool of_allocations;
+    const char *message;
 } HostMetalRules;
 
 /// Applies the rules. Returns false if rules already apply.
