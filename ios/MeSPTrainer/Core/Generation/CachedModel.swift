@@ -271,7 +271,6 @@ package struct CachedModel {
 }
 
 extension Architecture {
-    /// Returns the size in bytes of the keys and values of all blocks for `tokens` tokens, with spare capacity.
     func cacheSize(tokens: Int, itemSize: Int) -> Int {
         layers.indices.reduce(0) { sum, index in
             guard case .attention(let mixer) = block(index).mixer, mixer.keysOf == nil else { return sum }

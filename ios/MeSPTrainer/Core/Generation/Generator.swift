@@ -132,7 +132,6 @@ public struct Generator {
         private(set) var random: MLXRandom.RandomState
         var begin, first: ContinuousClock.Instant?
         private(set) var written = [Int]()
-        /// The number of tokens chosen since the text was begun or restarted.
         private var count = 0
         /// The last token, which is not in the cache yet.
         var last = 0
@@ -150,7 +149,6 @@ public struct Generator {
             return text
         }
 
-        /// The next token, if it was already written before a restart.
         var known: Int? { count < written.count ? written[count] : nil }
 
         /// Takes the next token.

@@ -64,13 +64,11 @@ public enum LogRecord: Sendable {
         package var writtenBytes: Int
         public var thermalState: String
         package var replayed: Int?
-        // The measures of a step on preference data.
         package var margin: Float?
         package var accuracy: Float?
         package var rewardChosen: Float?
         package var rewardRejected: Float?
         package var kl: Float?
-        // The measures of a step on sampled answers.
         package var reward: Float?
         package var sampledTokens: Int?
         package var samplingSeconds: Double?
@@ -80,7 +78,6 @@ public enum LogRecord: Sendable {
         public var split: String
         public var loss: Float
         package var tokens: Int
-        // The measures of an evaluation on preference data.
         package var margin: Float?
         package var accuracy: Float?
     }

@@ -10,7 +10,6 @@ struct MachineMemory: Sendable {
     /// 1 if each operation writes an array, 0 if elementwise operations are fused.
     let unfused: Int
     let isOneOperation: @Sendable (AttentionMixer) -> Bool
-    /// The bytes of Metal in the process; nil if MLX does not start Metal.
     let metal: Int?
     /// Whether mapped weights are clean pages, which the system can reclaim. A GPU's driver may count them as memory.
     let mapsAreClean: Bool
@@ -79,7 +78,6 @@ extension Planner {
         return held(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + max(workspaces, baseline ?? 0) + d
     }
 
-    /// Returns the bytes of the largest of three phases: the mixer's backward pass, the MLP's backward pass and the update.
     private func phaseOnGPU(_ plan: Plan) -> Int {
         let tenMixers = largest { mixer in
             guard case .attention(let a) = mixer else { return 40 * intermediates(of: mixer) }

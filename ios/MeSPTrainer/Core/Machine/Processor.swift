@@ -96,7 +96,6 @@ extension Processor {
 
     func numbersWithKernels(_ numbers: ClosedRange<Int>) -> Set<Int> { hasKernels ? Set(numbers) : [] }
 
-    /// Returns a block's forward pass. On a GPU it is the result of `function` unless that is nil. Otherwise it is `formulas`.
     func forwardPass(
         _ formulas: @autoclosure () -> Block, function: () throws -> (any BlockForward)?
     ) rethrows -> any BlockForward {

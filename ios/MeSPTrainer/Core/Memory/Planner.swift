@@ -19,7 +19,6 @@ public struct Plan: Codable, Sendable, Equatable {
     package var cacheBytes = 0
     package var keepsMaps = false
 
-    /// Returns the number of sequences whose block inputs are kept at once.
     func sequences(of settings: RunSettings) -> Int {
         order == .blocks ? settings.sequences : keepsAnswer ? 2 : 1
     }

@@ -126,7 +126,6 @@ package final class BlockwiseModel {
         /// The shared keys and values, by the block that computes them.
         fileprivate var sharedKeyValues = [Int: MixerState.KeyValues]()
         fileprivate var norms = [Int: MLXArray]()
-        /// The gradients of shared keys and values, by the block that computes them.
         var gradients = [Int: MixerState.KeyValues]()
 
         fileprivate init(_ records: [Range<Int>]?, _ embeddings: LayerEmbeddings?, _ dropout: DropoutKey?) {

@@ -59,9 +59,7 @@ package struct StepResult {
     var sum = 0.0
     /// The loss of the step. A supervised loss is in nats per token.
     package var loss: Float { Float(sum) }
-    /// The sum of the sequences' `Example.counted.count`.
     private(set) var tokens = 0
-    /// The sum of the sequences' `Example.inputCount`.
     private(set) var inputTokens = 0
     /// The norm of the gradient over all blocks before clipping, or with DP-SGD the mean of the examples' norms; nil if the gradient is not clipped.
     var gradientNorm: Float?
@@ -77,8 +75,6 @@ package struct StepResult {
     /// An estimate of the KL divergence from the reference model, in nats per answer: KTO's k, or the mean of log π / π₀; nil without a reference
     /// model.
     var kl: Float? { k.map { Float($0) } ?? ratios.value }
-
-    // Measures of sampled answers.
 
     var reward: Float?
     /// The number of tokens in the answers, including their end tokens.

@@ -176,6 +176,5 @@ package final class Trainer {
         reference = ReferenceModel(start: arrays.start)
     }
 
-    /// The bytes written so far to the offloaded arrays that steps change.
     var writtenBytes: Int { (inputsFile?.written ?? 0) + updates.writtenBytes }
 }

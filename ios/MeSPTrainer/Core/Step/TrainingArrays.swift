@@ -10,7 +10,6 @@ struct TrainingArrays {
     /// The sums of gradients; nil if gradients are not summed before an update (`Plan.gathersGradients`).
     let sums: BlockArrays?
     let clippedSums: BlockArrays?
-    /// The parameters, with initial values from the settings' seed.
     let lora: BlockArrays
     let squaredNorms: BlockArrays?
     let start: BlockArrays?
