@@ -3,7 +3,6 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The fields of adapter_config.json that affect the adapters' results.
 struct AdapterConfig {
     let format: AdapterFormat
     let rank: Int
@@ -40,7 +39,6 @@ struct AdapterConfig {
         let layersToTransform: OneOrMore<Int>?
     }
 
-    /// A single value or a list of values.
     fileprivate enum OneOrMore<Value: Decodable>: Decodable {
         case one(Value)
         case list([Value])
@@ -133,7 +131,6 @@ struct AdapterConfig {
         }
     }
 
-    /// Returns whether PEFT gives the experts' parameter with this full name adapters.
     func adaptsParameter(_ name: String) -> Bool { Self.ends(name, fields.targetParameters ?? []) }
 
     private static func ends(_ name: String, _ names: [String]) -> Bool {

@@ -4,16 +4,13 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// Adapters that were read from files.
 package struct LoadedAdapters {
     package let rank: Int
-    /// The factor s in s (x A) B.
     package let scale: Float
     /// One flat vector `[P]` of LoRA parameters for each block.
     package let lora: [MLXArray]
     package let layouts: [LoRALayout]
 
-    /// The size of all vectors in bytes, as float32.
     package var bytes: Int { layouts.reduce(0) { $0 + 4 * $1.count } }
 
     package init(rank: Int, scale: Float, lora: [MLXArray], layouts: [LoRALayout]) {
@@ -28,12 +25,9 @@ package struct LoadedAdapters {
 /// - Parameters:
 ///   - blocks: the trained blocks, which end with the last block of the model.
 ///   - modules: the trained modules of these blocks. A layer without a trained module is not written.
-///   - model: the Hugging Face id of the base model.
 ///   - strength: the factor by which each B is multiplied.
-///   - dropout: the run's dropout, for the configurations.
 ///   - magnitudes: with DoRA, returns the norms of W's rows, `[magnitudes]`, for the modules of a layout. An untrained module that is written gets
 ///     these norms as m.
-///   - lora: returns the parameters `[P]` of a block's trained modules.
 package func saveAdapterFolder(
     _ architecture: Architecture, rank: Int, blocks: Range<Int>, modules: [Module], scale: Float, model: String,
     strength: Float = 1, dropout: Float = 0,
@@ -148,11 +142,6 @@ struct AdapterReader {
         try explaining(body, as: { "Cannot load the adapters in \(folder.path): \($0)." })
     }
 
-    /// Reads and evaluates a block's parameters `[P]`.
-    ///
-    /// - Parameters:
-    ///   - onlyB: whether a module may have B without A.
-    ///   - absent: parameters `[P]` for the matrices that the folder lacks. The default is zeros.
     mutating func read(_ block: Int, onlyB: Bool = false, absent: MLXArray? = nil) throws -> MLXArray {
         try Self.naming(folder) {
             let layout = layouts[block]

@@ -32,7 +32,6 @@ package enum AdapterFormat {
     ///
     /// - Parameters:
     ///   - matrix: `A`, `B` or `m`.
-    ///   - layer: a layer from `layers(of:)`.
     ///   - prefix: the part of the name before `.layers`. The default is the architecture's.
     ///   - isNested: whether both parameters of the experts have adapters. PEFT then nests their wrappers.
     package func name(
@@ -69,7 +68,6 @@ package enum AdapterFormat {
         }
     }
 
-    /// Converts a matrix in this format into the trainer's matrix, of shape `shape`. Inverse of `turned`.
     func turnedBack(_ array: MLXArray, _ matrix: String, to shape: [Int]) -> MLXArray {
         guard shape.count == 3 else { return self == .mlx ? array : array.T }
         switch (self, matrix) {
@@ -79,7 +77,6 @@ package enum AdapterFormat {
         }
     }
 
-    /// Converts the shape of the trainer's matrix `A`, `B` or `m` into the shape in this format.
     package func turned(_ shape: [Int], _ matrix: String) -> [Int] {
         guard shape.count == 3 else { return self == .mlx ? shape : shape.reversed() }
         switch (self, matrix) {
@@ -89,7 +86,6 @@ package enum AdapterFormat {
         }
     }
 
-    /// Returns the contents of adapter_config.json.
     func config(
         rank: Int, scale: Double, dropout: Double, isDoRA: Bool, blocks: Range<Int>, of architecture: Architecture,
         modules: [Module], model: String
@@ -138,7 +134,6 @@ package enum AdapterFormat {
         }
     }
 
-    /// Returns a regular expression that matches the layers' full names in `blocks`.
     private func pattern(of layers: [AdaptedLayer], _ blocks: Range<Int>, prefix: String) -> String {
         let names = layers.map(\.name).joined(separator: "|")
         return "\(prefix).layers.(\(blocks.map(String.init).joined(separator: "|"))).(\(names))"

@@ -11,11 +11,8 @@ import MeSPBundle
 package struct LoRALayout {
     package let block: BlockShape
     package let rank: Int
-    /// The modules that have LoRA matrices, in the block's order.
     package let modules: [Module]
-    /// Whether A is frozen, so that only B is trained.
     package let freezesA: Bool
-    /// Whether the modules have DoRA magnitudes.
     package let hasMagnitudes: Bool
 
     /// - Parameter modules: the modules that have LoRA matrices. The default is all linear layers of the block, without experts.
@@ -42,10 +39,8 @@ package struct LoRALayout {
         hasMagnitudes && !module.isStacked ? block.dimensions(module).outputs : 0
     }
 
-    /// The number of DoRA magnitudes in the layout.
     package var magnitudes: Int { modules.reduce(0) { $0 + magnitudes(of: $1) } }
 
-    /// Returns a module's magnitudes from the block's magnitudes `[magnitudes]`, or nil if the module has none.
     package func magnitudes(_ module: Module, in all: MLXArray) -> MLXArray? {
         let (start, count) = (
             modules.prefix { $0 != module }.reduce(0) { $0 + magnitudes(of: $1) }, magnitudes(of: module)
@@ -53,7 +48,6 @@ package struct LoRALayout {
         return count > 0 ? all[start..<start + count] : nil
     }
 
-    /// Returns the matrices of a module as views of `flat`.
     package func matrices(_ module: Module, in flat: MLXArray) -> LoRAMatrices {
         let start = modules.prefix { $0 != module }.reduce(0) { $0 + size($1) }
         let (a, b) = shapes(module)
@@ -63,7 +57,6 @@ package struct LoRALayout {
             a: flat[start..<middle].reshaped(a), b: flat[middle..<m].reshaped(b), m: m < end ? flat[m..<end] : nil)
     }
 
-    /// Returns the matrices of a projection as views of `flat`, or nil if its module has no LoRA matrices.
     package func matrices(_ projection: Projection, in flat: MLXArray) -> LoRAMatrices? {
         let (module, outputs) = block.place(projection)
         guard modules.contains(module) else { return nil }
@@ -71,7 +64,6 @@ package struct LoRALayout {
         return module.projections.count == 1 ? whole : whole.outputs(outputs)
     }
 
-    /// Returns the flat vector of all modules' matrices: the inverse of `matrices(_:in:)`.
     package func packed(_ matrices: [LoRAMatrices]) -> MLXArray {
         flattened(matrices.flatMap { [$0.a, $0.b] + [$0.m].compactMap { $0 } })
     }
@@ -104,12 +96,10 @@ package struct LoRALayout {
 
     // MARK: - What is trained
 
-    /// Returns the trained parameters `[trainedCount]` in `flat`.
     package func trained(in flat: MLXArray) -> MLXArray {
         freezesA ? flattened(modules.map { matrices($0, in: flat).b }) : flat
     }
 
-    /// Returns `flat` with `trained`, of shape `[trainedCount]`, in place of its trained parameters.
     package func replacing(in flat: MLXArray, trained: MLXArray) -> MLXArray {
         guard freezesA else { return trained }
         var start = 0
@@ -202,13 +192,11 @@ package struct LoRAMatrices {
 
     package init(a: MLXArray, b: MLXArray, m: MLXArray? = nil) { (self.a, self.b, self.m) = (a, b, m) }
 
-    /// Returns the matrices for a range of outputs.
     package func outputs(_ range: Range<Int>) -> LoRAMatrices {
         LoRAMatrices(a: a, b: b[0..., range], m: m?[range])
     }
 }
 
-/// The gradients of A, B and m, by projection.
 package struct LoRAGradients {
     package var a = [Projection: MLXArray]()
     package var b = [Projection: MLXArray]()
@@ -227,7 +215,6 @@ package struct LoRAGradients {
 }
 
 extension BlockShape {
-    /// Returns the shapes of A and B for the concatenation of modules with the same input.
     package func shapes(_ modules: [Module], rank: Int) -> (a: [Int], b: [Int]) {
         let (stack, (inputs, outputs)) = (stack(modules[0]), dimensions(modules))
         return (stack + [inputs, rank], stack + [rank, outputs])
@@ -235,11 +222,6 @@ extension BlockShape {
 }
 
 extension Architecture {
-    /// Returns the layout of each block.
-    ///
-    /// - Parameters:
-    ///   - withExperts: whether experts' matrices have adapters too.
-    ///   - hasMagnitudes: whether the layouts are for DoRA.
     package func layouts(rank: Int, withExperts: Bool = false, hasMagnitudes: Bool = false) -> [LoRALayout] {
         layers.indices.map {
             LoRALayout(

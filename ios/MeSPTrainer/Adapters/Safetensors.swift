@@ -132,10 +132,6 @@ package struct NewTensor {
 }
 
 /// Writes a safetensors file. The file at `url` is replaced only after the new file is completely on disk.
-///
-/// - Parameters:
-///   - seal: whether to add a last tensor, `sha256`, with the SHA-256 of all bytes before it.
-///   - isInBackup: whether backups of the device may include the file.
 package func writeSafetensors(
     _ tensors: [NewTensor], metadata: [String: String], seal: Bool = false, isInBackup: Bool = true, to url: URL
 ) throws {

@@ -117,7 +117,6 @@ extension LoRALayout {
 package struct AdapterSelection: Sendable, Equatable {
     private struct Part: Sendable, Equatable {
         let adapters: WeightedAdapters
-        /// The files' modification dates, with nil for a missing file.
         let written: [Date?]
     }
 

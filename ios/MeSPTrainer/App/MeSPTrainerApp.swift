@@ -30,7 +30,6 @@ import SwiftUI
     }
 
     #if os(iOS)
-        /// The identifier of the `URLSession` for background downloads.
         private static let downloads = "downloads"
 
         var body: some Scene {

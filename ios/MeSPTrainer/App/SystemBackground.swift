@@ -4,7 +4,6 @@
     import MeSPAppModel
 
     @MainActor final class SystemBackground: BackgroundScheduler {
-        /// The scheduler that `ContinueTrainingIntent` uses.
         private(set) static weak var current: SystemBackground?
 
         var onGrant: ((any BackgroundTime) -> Void)?

@@ -16,7 +16,6 @@ extension AppModel {
         }
     }
 
-    /// Copies a text file into the app and chooses it as the text to train on.
     public func chooseText(at url: URL) async {
         await attempt {
             _ = try TextFileKind(of: url)
@@ -36,7 +35,6 @@ extension AppModel {
         }
     }
 
-    /// The question whether to convert a model into a bundle.
     struct ImportRequest {
         let name: String
         let size: Int
@@ -54,7 +52,6 @@ extension AppModel {
         set {}
     }
 
-    /// The sentences of the question whether to convert a model.
     public var importQuestion: [Sentence] {
         guard let importRequest else { return [] }
         return [
@@ -62,16 +59,13 @@ extension AppModel {
         ] + importRequest.notices
     }
 
-    /// Answers the question whether to convert a model.
     public func answerImport(_ isWanted: Bool) {
         importRequest?.answer.resume(returning: isWanted)
         importRequest = nil
     }
 
-    /// Looks up `downloads.repository` on the Hub.
     public func lookUp() async { await attempt { try await downloads.lookUp() } }
 
-    /// Downloads the repository that was looked up, and chooses the resulting bundle.
     public func download() async { await addAndSelect { try await downloads.download() } }
 
     /// Downloads the repository over any network. Call this only after the person has agreed to the cost.

@@ -14,9 +14,7 @@ import Observation
     import FoundationNetworking
 #endif
 
-/// The state and the actions of the app.
 @MainActor @Observable public final class AppModel {
-    /// The reason why the app cannot train on this device, or nil if it can.
     public let refusal: Sentence?
 
     public let library: Library
@@ -34,46 +32,27 @@ import Observation
     public let federation: Federation
 
     public enum Tab: Sendable { case train, tryIt, runs, bundles, compare }
-    /// The visible tab. Leaving the *Try* tab frees the chat's caches.
     public var tab = Tab.train { didSet { if tab != .tryIt { chat.freeCaches() } } }
-    /// The last problem, until it is set to nil.
     public var problem: Sentence?
-    /// Whether there is a problem to show. Setting it to false clears the problem.
     public var hasProblem: Bool {
         get { problem != nil }
         set { if !newValue { problem = nil } }
     }
-    /// The item that the app asks about before it deletes it, or nil.
     package internal(set) var deletion: Deletion?
-    /// The open question whether to convert a model, or nil.
     var importRequest: ImportRequest?
-    /// The fraction of the text that is tokenized, from 0 to 1, or nil while nothing is tokenized.
     public internal(set) var tokenized: Double?
-    /// Notices about the text of the last run, such as data that was left out or cut.
     public internal(set) var textNotices = [Sentence]()
-    /// Whether the form for a new run is shown instead of the current or last run.
     public var showsSetup = true
     var declinedRun: StoredRun.ID?
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored let loadTokenizer: @Sendable (URL) async throws -> any TextTokenizer
-    /// The folder of a recorded run, to show if the app cannot train on this device.
     @ObservationIgnored let recording: URL?
     @ObservationIgnored let notificationDisplay: (any NotificationDisplay)?
     @ObservationIgnored private var runNotifications: RunNotifications?
     @ObservationIgnored private var activityUpdates: LiveActivityUpdates?
     @ObservationIgnored private var background: BackgroundTraining?
 
-    /// - Parameters:
-    ///   - display: the screen, which is dimmed overnight.
-    ///   - scheduler: the source of background time, or nil for none.
-    ///   - notificationDisplay: shows messages to a person who has left the app.
-    ///   - activityDisplay: shows the run on the lock screen, or nil for none.
-    ///   - network: the device's network, or nil if it is unknown.
-    ///   - refusal: the reason why the app cannot train on this device, or nil if it can.
-    ///   - recording: the folder of a recorded run, to show if the app cannot train on this device.
-    ///   - openDownload: opens the download of a repository.
-    ///   - loadTokenizer: reads the tokenizer in a bundle's folder.
     public init(
         monitor: any DeviceMonitor, folder: DocumentsFolder, display: (any Display)? = nil,
         scheduler: (any BackgroundScheduler)? = nil, notificationDisplay: (any NotificationDisplay)? = nil,
@@ -115,7 +94,6 @@ import Observation
         }
     }
 
-    /// Reloads the lists of bundles and runs.
     public func refresh() async {
         // An earlier launch that was terminated may have left unfinished imports, and files without a storage policy.
         if !library.hasLooked {
@@ -144,7 +122,6 @@ import Observation
         isPreparing || controller.isRunning || chat.writing != nil || benchmark.running != nil
             || selfChecker.isRunning || evaluation.isRunning || federation.isOn
     }
-    /// Whether the app is reading or tokenizing the data of work that is about to begin.
     public private(set) var isPreparing = false
 
     // MARK: - Runs
@@ -162,7 +139,6 @@ import Observation
 
     private var hasEnded = false
 
-    /// The progress of the current or last run; nil before the first.
     public var progress: RunProgress? {
         controller.settings.map { RunProgress(controller.log, steps: $0.steps) }
     }
@@ -180,8 +156,6 @@ import Observation
     }
 
     /// Starts to generate examples of a run's effect. Does nothing if `isFree` or `canShowExamples(of:)` is false.
-    ///
-    /// - Parameter isAskedFor: whether the person asked for the examples.
     public func showExamples(of run: StoredRun, isAskedFor: Bool = true) {
         guard isFree, canShowExamples(of: run), let bundle = library.bundle(of: run) else { return }
         examples.start(run, bundle: bundle.url, isAskedFor: isAskedFor, loadTokenizer: loadTokenizer)
@@ -189,11 +163,8 @@ import Observation
 
     /// The run that the person chose for writing, or nil for the latest.
     public var chosenRun: StoredRun.ID?
-    /// The run whose adapters write the answers, or nil if `library.trained` is empty.
     package var writingRun: StoredRun? { library.trained.first { $0.id == chosenRun } ?? library.trained.first }
-    /// The bundle of `writingRun`, or else the form's bundle.
     public var writingBundle: StoredBundle? { writingRun.flatMap(library.bundle(of:)) ?? form.bundle }
-    /// The other trained runs of the same bundle, which can be combined with `writingRun`.
     public var secondRuns: [StoredRun] {
         guard let first = writingRun else { return [] }
         return library.trained.filter { $0.id != first.id && library.bundle(of: $0)?.id == writingBundle?.id }
@@ -204,12 +175,10 @@ import Observation
         set { chosenSecondRun = newValue }
     }
     private var chosenSecondRun: StoredRun.ID?
-    /// The runs whose adapters are used for writing, at most two.
     public var writingRuns: [StoredRun] {
         let second = secondRun
         return [writingRun].compactMap { $0 } + secondRuns.filter { $0.id == second }
     }
-    /// The strengths of the adapters of the first and second run, from 0 to 1.
     public var strengths: [Float] = [1, 1]
 
     /// Opens the *Try* tab with this run's adapters alone, at full strength. Fills an empty prompt with an example of the run.
@@ -221,7 +190,6 @@ import Observation
         tab = .tryIt
     }
 
-    /// Whether the app can begin work with a model.
     public var isFree: Bool { !isBusy && refusal == nil }
 
     /// Updates the preview of the form's data if the app can begin work. For pasted text it first waits for a pause in typing.
@@ -230,7 +198,6 @@ import Observation
         await preview.read()
     }
 
-    /// Measures the three gradient methods with the form's sequence length and rank.
     public func compareMethods(steps: Int) async {
         guard isFree, let bundle = form.bundle else { return }
         beginUsing(bundle.id)
@@ -243,7 +210,6 @@ import Observation
         await refresh()
     }
 
-    /// Starts a self-check of the device with the form's bundle.
     public func checkDevice() {
         guard isFree, let bundle = form.bundle else { return }
         beginUsing(bundle.id)
@@ -266,12 +232,10 @@ import Observation
         checkDevice()
     }
 
-    /// Whether the screen has to stay on.
     public var staysAwake: Bool {
         screen.staysAwake || selfChecker.isRunning || evaluation.isRunning || federation.isOn
     }
 
-    /// Evaluates the base model, and the model with the adapters of `run` if it has any, on the records of a file.
     public func evaluate(_ file: URL, with run: StoredRun?) async {
         guard isFree, let bundle = run.flatMap(library.bundle(of:)) ?? form.bundle else { return }
         await prepare(bundle) {
@@ -286,7 +250,6 @@ import Observation
         }
     }
 
-    /// Generates a text with the base model, and another with the adapters of `writingRuns` if there are any.
     public func write(_ request: SideBySideChat.Request) async {
         guard isFree, let bundle = writingBundle else { return }
         let adapters = zip(writingRuns, strengths).compactMap { run, strength in
@@ -314,7 +277,6 @@ import Observation
         await attempt(body)
     }
 
-    /// Marks a bundle as used, stops the examples, and frees the preview's tokenizer.
     func beginUsing(_ bundle: StoredBundle.ID) {
         lastUsed = bundle
         examples.stop()

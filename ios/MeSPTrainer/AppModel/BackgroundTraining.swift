@@ -3,7 +3,6 @@ import MeSPControl
 import MeSPCore
 import MeSPSentences
 
-/// A period of background time that the system has granted, such as a `BGTask`.
 @MainActor public protocol BackgroundTime: AnyObject {
     var grant: BackgroundGrant { get }
     var onExpiration: (() -> Void)? { get set }
@@ -11,7 +10,6 @@ import MeSPSentences
     func end(success: Bool)
 }
 
-/// A source of background time: in the app, the system's scheduler.
 @MainActor public protocol BackgroundScheduler: AnyObject {
     var onGrant: ((any BackgroundTime) -> Void)? { get set }
     var givesGPU: Bool { get }
@@ -37,9 +35,6 @@ import MeSPSentences
     /// The interval between progress reports. It is short because the system ends a background task that reports no progress.
     private static let reportInterval = Duration.seconds(1)
 
-    /// - Parameters:
-    ///   - isStartedByPerson: returns whether the person started the run in progress.
-    ///   - resume: continues an interrupted run in background time, and returns whether a run is in progress.
     init(
         controller: RunController, monitor: any DeviceMonitor, scheduler: any BackgroundScheduler,
         isStartedByPerson: @escaping () -> Bool, resume: @escaping (BackgroundGrant) async -> Bool
@@ -50,7 +45,6 @@ import MeSPSentences
         controller.observers.append { [weak self] in self?.runChanged() }
     }
 
-    /// The kinds of background time in which the current run may train.
     private var usable: [BackgroundGrant] {
         guard controller.isRunning, controller.log.start != nil else { return [] }
         if !controller.usesGPU { return [.overnight, .continued] }

@@ -6,25 +6,19 @@ import MeSPFiles
 import MeSPSentences
 import Observation
 
-/// Measures the gradient methods MeSP, MeBP and MeZO on this device with a few steps each.
 @MainActor @Observable public final class Benchmark {
-    /// The measurements of one method.
     public struct Row: Codable, Sendable, Equatable, Identifiable {
         public var model: String
         public var method: GradientMethod
         public var seqLen: Int
         public var rank: Int
         public var steps: Int
-        /// The machine and its system version.
         package var host: String
         public var device: Backend
         /// The upper median of the durations of the last 20 steps, in seconds.
         public var seconds: Double
-        /// `seconds` relative to MeBP's, or nil until MeBP has run.
         public var timeOfMebp: Double?
-        /// The peak memory footprint of the app during the run, in bytes.
         public var footprintPeakBytes: Int
-        /// The memory footprint of the app before the run, in bytes.
         public var footprintBeforeBytes: Int
         package var mlxPeakBytes: Int
         public var predictedPeakBytes: Int
@@ -32,31 +26,25 @@ import Observation
         /// for this model, sequence length and rank.
         public var paperBytes: Int?
         public var paperTimeOfMebp: Double?
-        /// The worst thermal state during the steps.
         public var thermalState: String
 
         public var id: GradientMethod { method }
     }
 
-    /// The measured methods, in order.
     package static let methods: [GradientMethod] = [.mesp, .mebp, .mezo]
 
     public private(set) var rows = [Row]()
-    /// The method being measured, or nil.
     public private(set) var running: GradientMethod?
-    /// The error that ended the last benchmark, or nil.
     public private(set) var problem: Sentence?
 
     @ObservationIgnored private let controller: RunController
 
-    /// - Parameter controller: runs the methods.
     public init(controller: RunController) { self.controller = controller }
 
     /// Measures the methods one after another, without validation and saved states. Cancelling the task keeps the finished rows.
     ///
     /// - Parameters:
     ///   - settings: the settings of every run. The method, the output folder, `valBatches` and `saveEvery` are replaced.
-    ///   - folder: returns the output folder for a method.
     public func run(_ settings: RunSettings, folder: (GradientMethod) -> URL) async {
         guard running == nil else { return }
         (rows, problem) = ([], nil)

@@ -3,11 +3,8 @@ import MeSP
 import MeSPBundle
 import Observation
 
-/// The person's preferences between answers, on which a run can train.
 @MainActor @Observable public final class ChoiceList {
-    /// The choices, the newest first.
     public private(set) var list = [Choice]()
-    /// The file of the choices.
     public var url: URL { store.url }
 
     @ObservationIgnored private let folder: DocumentsFolder
@@ -15,7 +12,6 @@ import Observation
 
     init(_ folder: DocumentsFolder) { self.folder = folder }
 
-    /// Returns whether the person preferred `answer` as an answer to `message`.
     public func contains(_ answer: String, to message: String) -> Bool {
         list.contains { $0.chosen == answer && $0.prompt.last?.content == message }
     }

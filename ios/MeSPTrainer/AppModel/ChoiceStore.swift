@@ -5,7 +5,6 @@ import MeSPSentences
 
 /// The choices of a person, in a JSONL file. `mesp data --data` and TRL read the file as preference data.
 struct ChoiceStore: Sendable {
-    /// The URL of the file, which need not exist yet.
     let url: URL
 
     /// Returns all choices, in the order in which they were added. Skips the last line if it is not a choice, because it may be incomplete.
@@ -28,12 +27,10 @@ struct ChoiceStore: Sendable {
         }
     }
 
-    /// Adds a choice at the end, and removes the choices with the identifiers `ids`.
     func append(_ choice: Choice, replacing ids: Set<Choice.ID> = []) throws {
         try write(all().filter { !ids.contains($0.id) } + [choice])
     }
 
-    /// Removes the choices with these identifiers.
     func remove(_ ids: Set<Choice.ID>) throws { try write(all().filter { !ids.contains($0.id) }) }
 
     private static let lineFeed = UInt8(ascii: "\n")

@@ -12,9 +12,7 @@ extension TrainingPreview {
     }
 }
 
-/// A preview of the first sequence of the form's data, as a run with the form's settings would train on it.
 @MainActor @Observable public final class DataPreview {
-    /// The inputs that the preview depends on.
     public struct Inputs: Hashable, Sendable {
         let bundle: StoredBundle.ID?
         let kind: TrainingForm.TextKind
@@ -25,7 +23,6 @@ extension TrainingPreview {
         let length: Int
     }
 
-    /// The preview for the form's current inputs, or nil if there is none.
     public var current: TrainingPreview? { inputs == last ? try? result?.get() : nil }
     /// The error of the preview of the form's text, or nil. It is always nil for the bundle's own text.
     public var problem: Sentence? {
@@ -34,13 +31,11 @@ extension TrainingPreview {
     }
 
     private var result: Result<TrainingPreview, MeSPError>?
-    /// The inputs of the latest preview, which may still be loading.
     private var last: Inputs?
 
     @ObservationIgnored private let form: TrainingForm
     @ObservationIgnored private let choices: ChoiceList
     @ObservationIgnored private let loadTokenizer: @Sendable (URL) async throws -> any TextTokenizer
-    /// The last tokenizer, which the next preview of the same bundle reuses.
     @ObservationIgnored private var tokenizer: (bundle: URL, tokenizer: any TextTokenizer)?
 
     init(
@@ -58,7 +53,6 @@ extension TrainingPreview {
             length: form.settings.seqLen)
     }
 
-    /// Reads the preview for the form's present inputs. For pasted text it first waits for a pause in typing.
     func read(pause: Duration = .milliseconds(300)) async {
         let inputs = inputs
         if inputs != last { (last, result) = (inputs, nil) }

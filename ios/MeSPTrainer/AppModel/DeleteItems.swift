@@ -18,7 +18,6 @@ extension AppModel {
         set { if !newValue { deletion = nil } }
     }
 
-    /// The text of the question whether to delete the item.
     public var deletionQuestion: Sentence {
         switch deletion {
         case .bundle(let bundle):
@@ -47,7 +46,6 @@ extension AppModel {
         }
     }
 
-    /// Deletes the item that the person was asked about, unless it is in use by now.
     public func confirmDeletion() async {
         guard let confirmed = deletion else { return }
         deletion = nil

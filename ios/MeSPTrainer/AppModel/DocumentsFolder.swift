@@ -8,9 +8,7 @@ import MeSPSentences
 
 /// The app's files. Imported bundles are in the Documents folder, and runs in its subfolder `runs`.
 public struct DocumentsFolder: Sendable {
-    /// The Documents folder, which the Files app shows.
     public let documents: URL
-    /// The folder of the bundles that came with the app, or nil.
     let included: URL?
     let freeBytes: @Sendable (URL) -> Int?
     let applyPolicy: @Sendable (URL, StoragePolicy) -> Void
@@ -18,18 +16,10 @@ public struct DocumentsFolder: Sendable {
     private let list: @Sendable (URL) throws -> [URL]
     /// An identifier of this launch. It is part of the names of unfinished imports' folders, to tell them from those of earlier launches.
     let launch = UUID().uuidString
-    /// A queue that converts one model at a time.
     let rewriting = SerialWork()
 
     static let benchmark = "benchmark"
 
-    /// - Parameters:
-    ///   - documents: the Documents folder.
-    ///   - included: the folder of the bundles that came with the app, or nil.
-    ///   - freeBytes: returns the free bytes of a folder's disk.
-    ///   - applyPolicy: gives a file or a folder a storage policy.
-    ///   - read: reads the file of the saved conversation.
-    ///   - list: lists a folder without hidden files.
     public init(
         documents: URL, included: URL? = nil,
         freeBytes: @escaping @Sendable (URL) -> Int? = { $0.freeBytes },
@@ -45,7 +35,6 @@ public struct DocumentsFolder: Sendable {
     }
 
     package var runsFolder: URL { documents.appendingPathComponent("runs") }
-    /// The folder of the self-check reports.
     package var selfChecksFolder: URL { documents.appendingPathComponent("self-check") }
 
     func makeFederationFolder() throws -> URL {
@@ -80,7 +69,6 @@ public struct DocumentsFolder: Sendable {
         return try? JSONDecoder().decode(StoredChat.self, from: json)
     }
 
-    /// Saves the conversation, or deletes the saved one if `chat` is nil.
     func save(_ chat: StoredChat?) {
         guard let chat, let json = try? JSONEncoder().encode(chat) else {
             try? FileManager.default.removeItem(at: chatFile)
@@ -111,7 +99,6 @@ public struct DocumentsFolder: Sendable {
         }
     }
 
-    /// Returns the subfolders of a folder, or an empty array if it does not exist.
     func contents(_ folder: URL) throws -> [URL] {
         guard FileManager.default.fileExists(atPath: folder.path) else { return [] }
         do {

@@ -53,7 +53,6 @@ extension DocumentsFolder {
         return try move(partial, to: target)
     }
 
-    /// Opens a model in MLX's format, and checks that the disk has room for its bundle.
     func openModel(at source: URL) throws -> ModelImport {
         let name = source.lastPathComponent
         guard FileManager.default.fileExists(atPath: source.appendingPathComponent("config.json").path) else {
@@ -80,7 +79,6 @@ extension DocumentsFolder {
         return try move(whole, to: target)
     }
 
-    /// Deletes the partial files of imports that earlier launches of the app did not finish.
     func removeInterruptedImports() {
         let names = (try? FileManager.default.contentsOfDirectory(atPath: documents.path)) ?? []
         for name in names where name.hasPrefix(Self.importing) && !name.contains(launch) {
@@ -147,13 +145,10 @@ extension DocumentsFolder {
 
     enum DownloadProgress: Sendable {
         case downloaded(Int)
-        /// The bytes of the bundle written so far, after all files are downloaded.
         case rewritten(Int)
     }
 
     /// Downloads an offer into Documents, or continues an earlier download. If the offer is a model and not a bundle, the model is then converted, and its files are deleted.
-    ///
-    /// - Returns: the bundle, and notices about the model.
     func download(
         _ offer: HubDownload.Offer, by download: HubDownload, usesAnyNetwork: Bool,
         progress: @escaping @Sendable (DownloadProgress) -> Void
@@ -188,7 +183,6 @@ extension DocumentsFolder {
         return (bundle, notices)
     }
 
-    /// Checks that the disk has room for the offer, and creates its hidden folder.
     private func prepare(_ offer: HubDownload.Offer, _ download: HubDownload) throws {
         let partial = partial(of: download)
         let needed = offer.size + (offer.isModel ? offer.bundleSize : 0) - Self.size(partial)
@@ -218,7 +212,6 @@ extension DocumentsFolder {
         return offer.model.map { partial.appendingPathComponent($0.commit).appendingPathComponent("model") } ?? partial
     }
 
-    /// Returns whether a recorded download is already complete.
     func hasEnded(_ download: HubDownload) -> Bool {
         FileManager.default.fileExists(atPath: target(of: download).path) && Self.size(partial(of: download)) == 0
     }
@@ -227,7 +220,6 @@ extension DocumentsFolder {
 
     struct BegunDownload: Codable {
         let offer: HubDownload.Offer
-        /// Whether the person allows expensive networks and networks in Low Data Mode.
         let usesAnyNetwork: Bool
     }
 
@@ -244,7 +236,6 @@ extension DocumentsFolder {
         }
     }
 
-    /// Records the download, so that a later launch of the app can resume it.
     func save(_ download: BegunDownload) throws {
         do {
             let json = try JSONEncoder().encode(download)

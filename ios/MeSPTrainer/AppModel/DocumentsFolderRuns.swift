@@ -5,9 +5,6 @@ import MeSPCore
 import MeSPSentences
 
 extension DocumentsFolder {
-    /// Returns all runs, the newest first.
-    ///
-    /// - Parameter running: the folder of the run in progress.
     public func runs(running: URL? = nil) throws -> [StoredRun] {
         try contents(runsFolder).map {
             StoredRun(url: $0, isRunning: $0.lastPathComponent == running?.lastPathComponent)
@@ -15,7 +12,6 @@ extension DocumentsFolder {
         .sorted { $0.date > $1.date }
     }
 
-    /// Returns the URL for a new run's folder, named after the bundle, the method and the time.
     package func newRun(
         bundle: String, method: GradientMethod, isBenchmark: Bool = false, at date: Date = .now
     ) -> URL {
@@ -35,7 +31,6 @@ extension DocumentsFolder {
         }
     }
 
-    /// Copies the reports of self-checks and the logs of runs into `folder`, whose old contents are deleted.
     public func exportMeasurements(to folder: URL) throws {
         let files = FileManager.default
         do {
@@ -56,7 +51,6 @@ extension DocumentsFolder {
         }
     }
 
-    /// Returns an unused URL for a self-check's report, named after the bundle and the time.
     package func newSelfCheck(bundle: String, at date: Date = .now) -> URL {
         unusedURL(in: selfChecksFolder, bundle, at: date, ending: ".json")
     }

@@ -5,26 +5,19 @@ import MeSPDownload
 import MeSPSentences
 import Observation
 
-/// The device's current network.
 @MainActor public protocol NetworkPath: AnyObject {
     /// Whether the network is expensive, as most mobile networks are, or in Low Data Mode.
     var isCostly: Bool { get }
     var onChange: (() -> Void)? { get set }
 }
 
-/// A bundle or a model on the Hugging Face Hub, and the progress of its download and conversion.
 @MainActor @Observable public final class DownloadState {
-    /// The repository on the Hub, as `owner/name`.
     public var repository = ""
-    /// The bundle or model that can be downloaded, or nil.
     public private(set) var offer: HubDownload.Offer?
-    /// Whether a lookup on the Hub is in progress.
     public private(set) var isLooking = false
     /// The fraction of the download, or of the conversion after it, from 0 to 1. It is nil while neither is in progress.
     public private(set) var progress: Double?
-    /// Whether the downloaded model is being converted into a bundle.
     public private(set) var isRewriting = false
-    /// The notices about the downloaded model. A lookup clears them.
     public private(set) var notices = [Sentence]()
 
     private var isCostly = false
@@ -69,21 +62,17 @@ import Observation
         offer = try await open(repository.trimmingCharacters(in: .whitespaces)).fetchOffer()
     }
 
-    /// The bytes that a model's files and its bundle take together during the conversion, or nil unless the offer is a model.
     public var spaceWhileRewriting: Int? { offer.flatMap { $0.isModel ? $0.size + $0.bundleSize : nil } }
 
-    /// The name of the offer's licence, or else its identifier, or else “not named”.
     public var license: Sentence {
         guard let model = offer?.manifest.model else { return "not named" }
         return Self.license(model.license, name: model.licenseName)
     }
 
-    /// Returns the licence's name, or else its identifier, or else “not named”.
     static func license(_ identifier: String?, name: String?) -> Sentence {
         [name, identifier].compactMap { $0 }.first { !$0.isEmpty }.map { "\($0)" } ?? "not named"
     }
 
-    /// A sentence that says whether the offer's bundle can be trained on this phone with its smallest sequence length and rank.
     public var fit: Sentence {
         guard let manifest = offer?.manifest else { return "" }
         var settings = RunSettings(bundle: "", output: "")
@@ -101,8 +90,6 @@ import Observation
 
     /// Downloads the offer, or continues an earlier download, and converts a model into a bundle. Downloads nothing while `networkQuestion` needs an
     /// answer.
-    ///
-    /// - Returns: the bundle, or nil if the download was not completed.
     func download() async throws -> StoredBundle? {
         guard progress == nil, let offer else { return nil }
         waitsForAnswer = true
@@ -164,9 +151,6 @@ import Observation
         return bundle
     }
 
-    /// Resumes the download that was in progress when the app was terminated.
-    ///
-    /// - Returns: the bundle, or nil if no download was completed.
     func resume() async throws -> StoredBundle? {
         guard progress == nil, let begun = try folder.readBegunDownload() else { return nil }
         let download = try open(begun.offer.repository)

@@ -12,12 +12,10 @@ import Observation
 /// The score is the perplexity of texts, the accuracy of choices, or the exact match of generated answers. The evaluation pauses while the app is not
 /// active.
 @MainActor @Observable public final class Evaluation {
-    /// The scores of both models.
     public struct Score: Sendable, Equatable {
         public let kind: Kind
         public let records: Int
         public let base: Double
-        /// The score of the fine-tuned model; nil without adapters.
         public let tuned: Double?
         /// The 95% bootstrap interval of tuned − base, or nil without adapters or with fewer than two records.
         public let difference: ClosedRange<Double>?
@@ -25,13 +23,9 @@ import Observation
         public enum Kind: Sendable { case perplexity, accuracy, exactMatch }
     }
 
-    /// The results of the last evaluation; nil until it has ended.
     public private(set) var score: Score?
-    /// A notice about columns that were not read, or nil.
     public private(set) var notice: Sentence?
-    /// The completed fraction, from 0 to 1; nil while no evaluation is in progress.
     public private(set) var progress: Double?
-    /// The error that ended the last evaluation, or nil.
     public private(set) var problem: Sentence?
     public var isRunning: Bool { progress != nil }
 
@@ -48,7 +42,6 @@ import Observation
     /// - Parameters:
     ///   - records: JSON Lines or a JSON array of records, all of one kind: `text`; `prompt`, `choices` and `answer`; `prompt` and `completion`; or
     ///     `messages` that end with an answer.
-    ///   - adapters: the adapters of the fine-tuned model, or nil to evaluate only the base model.
     public func start(_ records: Data, bundle: URL, adapters: URL?, tokenizer: any TextTokenizer) {
         guard !isRunning else { return }
         (score, problem, notice, progress) = (nil, nil, nil, 0)
@@ -92,7 +85,6 @@ import Observation
         }
     }
 
-    /// Stops the evaluation at the next block.
     public func stop() { gate.stop() }
 
     private enum Message: Sendable {
@@ -141,7 +133,6 @@ extension Evaluation.Score {
     }
 }
 
-/// The generator SplitMix64, seeded with 0.
 private struct SplitMix64: RandomNumberGenerator {
     private var state: UInt64 = 0
 

@@ -9,7 +9,6 @@ enum EvaluationRecord: Sendable {
     case text(String)
     /// A multiple-choice question. `answer` is the index of the right choice.
     case question(prompt: String, choices: [String], answer: Int)
-    /// A conversation and its expected answer.
     case task(Conversation, answer: String)
 
     var kind: Evaluation.Score.Kind {

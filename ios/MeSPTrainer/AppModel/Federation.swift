@@ -13,13 +13,11 @@ import Observation
 ///
 /// The app answers a message of the server with the adapters of a run.
 @MainActor @Observable public final class Federation {
-    /// The server's address, as typed.
     public var address = ""
     /// The device's name on the server. If it is empty, the server gets `node` and the node's number as the name.
     public var name = ""
     /// Whether to avoid expensive networks and Low Data Mode.
     public var sparesData = true
-    /// Whether to train only while charging.
     public var needsCharger = true { didSet { followCharger() } }
 
     public enum State: Sendable, Equatable {
@@ -31,11 +29,8 @@ import Observation
     }
     public private(set) var state = State.off
     public var isOn: Bool { state != .off }
-    /// The reason why the server cannot be reached now, or nil.
     package private(set) var unreachable: Sentence?
-    /// The reason why the last message was skipped, or nil.
     public private(set) var passedOver: Sentence?
-    /// A sentence that describes the current state.
     public var status: Sentence {
         if let unreachable { return unreachable }
         return switch state {
@@ -46,23 +41,17 @@ import Observation
         case .training(let round): "Training in round \(round)"
         }
     }
-    /// The bundle that is trained; nil while the federation is off.
     public private(set) var bundle: StoredBundle?
 
-    /// A message of the server, and its outcome.
     public struct Round: Sendable, Identifiable, Equatable {
         public let id: String
         public let name: String
         public let bytesDown: Int
-        /// The size of the answer in bytes, or nil until it is sent.
         public var bytesUp: Int?
-        /// The reason why the message could not be answered, or nil.
         public var problem: Sentence?
     }
-    /// The rounds, the latest first.
     public private(set) var rounds = [Round]()
 
-    /// A statement of the data that leave the device, to which the person agrees before joining.
     public static let agreement: Sentence =
         "This device sends the adapters that it trains, the number of tokens that they were trained on, the mean loss, the peak of memory, and the name that you give it. Your texts, your choices and the model's answers stay here. Adapters can reveal something about the text that they were trained on, so take part only if you trust the operator of the server."
 
@@ -79,12 +68,6 @@ import Observation
         monitor.observers.append { [weak self] _ in self?.followCharger() }
     }
 
-    /// Joins the federation, and returns when the person leaves it.
-    ///
-    /// - Parameters:
-    ///   - data: the folder of the tokenized text, or nil for the bundle's own text.
-    ///   - folder: the folder for the node's files.
-    /// - Throws: `MeSPError`, for example if the address is invalid, or another error that ends the node.
     func join(with bundle: StoredBundle, data: URL?, folder: URL) async throws {
         guard !isOn else { return }
         guard let server = URL(string: address.trimmingCharacters(in: .whitespaces)) else {

@@ -12,10 +12,8 @@ extension AppModel {
         return run
     }
 
-    /// Stops offering the interrupted run. It stays in the list.
     public func decline(_ run: StoredRun) { declinedRun = run.id }
 
-    /// Continues a run from its last saved state.
     public func resume(_ run: StoredRun) async {
         guard isFree else { return }
         await attempt {
@@ -36,10 +34,8 @@ extension AppModel {
 
     // MARK: - A recorded run
 
-    /// Whether a recorded run can be shown, for devices on which the app cannot train.
     public var canReplay: Bool { refusal != nil && recording != nil && !controller.isRunning }
 
-    /// Shows the recorded run as if it were in progress, and adds it to the list.
     public func replay() async {
         guard canReplay, let recording else { return }
         let copy = library.folder.runsFolder.appendingPathComponent("Recorded run")

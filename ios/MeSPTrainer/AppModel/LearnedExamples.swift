@@ -16,13 +16,11 @@ import Observation
         public let prompt: String
         public let before: String
         public let after: String
-        /// Whether the prompt is a message, to which the chat template is applied.
         package let isMessage: Bool
 
         public var id: String { prompt }
     }
 
-    /// The run whose examples are being generated, or nil.
     public private(set) var writing: StoredRun.ID?
 
     private var samples = [StoredRun.ID: [Sample]]()
@@ -45,13 +43,10 @@ import Observation
         }
     }
 
-    /// Returns the examples of a run that are generated or loaded so far.
     public func of(_ run: StoredRun) -> [Sample] { samples[run.id] ?? [] }
 
-    /// Returns the reason why a run's examples could not be generated, or nil.
     public func problem(of run: StoredRun) -> Sentence? { problems[run.id] }
 
-    /// Loads a run's saved examples.
     public func load(_ run: StoredRun) async {
         guard writing != run.id else { return }
         let file = Self.file(of: run)
@@ -61,12 +56,6 @@ import Observation
         if let kept { samples[run.id] = kept }
     }
 
-    /// Generates the examples of a run.
-    ///
-    /// - Parameters:
-    ///   - bundle: the bundle that the run was trained on.
-    ///   - isAskedFor: whether the person asked for the examples and waits for them.
-    ///   - loadTokenizer: reads the tokenizer in a bundle's folder.
     func start(
         _ run: StoredRun, bundle: URL, isAskedFor: Bool,
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
@@ -118,7 +107,6 @@ import Observation
         }
     }
 
-    /// Waits until the app has been active during `settle` without interruption.
     private func stayInFront() async throws {
         repeat {
             wasLeft = false
@@ -126,7 +114,6 @@ import Observation
         } while wasLeft || monitor.scene != .active
     }
 
-    /// Stops generation after the current block and discards the run's unfinished examples.
     public func stop() {
         work?.cancel()
         if let writing { samples[writing] = nil }
@@ -162,9 +149,6 @@ private struct HeldOutPrompts: Sendable {
         tokenizer.decode(Array(tokens)).trimmingCharacters(in: .whitespacesAndNewlines)
     }
 
-    /// Returns at most `count` different prompts.
-    ///
-    /// - Throws: `MeSPError` if no data is held out.
     func choose(_ count: Int, from bundle: ModelBundle, length: Int) throws -> [Prompt] {
         guard let sequences = try bundle.tokens("valid")?.sequences(lengths: [length]), sequences.count > 0 else {
             throw MeSPError("This run held out no text for examples.")
@@ -178,7 +162,6 @@ private struct HeldOutPrompts: Sendable {
         return prompts
     }
 
-    /// Returns the tokens before the first answer as a prompt, or a short piece of the text if the whole text is trained.
     private func prompt(of example: Example, _ frame: (before: [Int], after: [Int])?) -> Prompt {
         let tokens = example.tokens.map { Int($0) }
         let first = example.counted.first ?? 0
@@ -196,7 +179,6 @@ private struct HeldOutPrompts: Sendable {
         return Prompt(tokens: asked, text: text(asked), isMessage: false)
     }
 
-    /// Returns the chat template's tokens before and after a message, or nil if the tokenizer cannot apply a template.
     private func messageFrame() -> (before: [Int], after: [Int])? {
         guard tokenizer.hasChatTemplate else { return nil }
         let texts = ["x", "y"].compactMap {

@@ -6,15 +6,11 @@ import MeSPSelfCheck
 import MeSPSentences
 import Observation
 
-/// The bundles and runs on the device.
 @MainActor @Observable public final class Library {
     public let folder: DocumentsFolder
     public private(set) var bundles = [StoredBundle]()
-    /// The runs, the newest first.
     public private(set) var runs = [StoredRun]()
-    /// The name of the bundle or model being imported, or nil.
     public private(set) var importing: String?
-    /// The converted fraction of the model, from 0 to 1, or nil while no model is being converted.
     public private(set) var rewritten: Double?
     @ObservationIgnored private var rewriting: Task<StoredBundle, any Error>?
     /// Whether a refresh of the lists has ended, even if it failed.
@@ -25,9 +21,6 @@ import Observation
     /// The number of calls of `refresh`. Only the latest call updates the lists.
     @ObservationIgnored private var looks = 0
 
-    /// Reads the lists and the measurements of self-checks in the background.
-    ///
-    /// - Parameter running: the folder of the run in progress.
     func refresh(running: URL?) async throws {
         looks += 1
         let (look, folder) = (looks, folder)
@@ -43,28 +36,23 @@ import Observation
         _ = try found.runs.get()
     }
 
-    /// Reads a run's log in the background. Returns nil if the log cannot be read.
     public func log(of run: StoredRun) async -> LogSummary? {
         let url = run.url
         return await Task.detached { try? LogSummary(folder: url) }.value
     }
 
-    /// The bundles that can be trained.
     public var usableBundles: [StoredBundle] { bundles.filter { $0.problem == nil } }
 
-    /// Returns the bundle that a run was trained on, or nil if no usable bundle has its name.
     public func bundle(of run: StoredRun) -> StoredBundle? {
         guard let path = run.log?.start?.settings.bundle else { return nil }
         let name = URL(fileURLWithPath: path).lastPathComponent
         return usableBundles.first { $0.id == name }
     }
 
-    /// The runs that have adapters and a usable bundle, except those of benchmarks, the newest first.
     public var trained: [StoredRun] { runs.filter { !$0.isBenchmark && $0.adapters != nil && bundle(of: $0) != nil } }
 
     /// Copies a bundle into the app, or converts a model into a bundle. A bundle already in Documents is not copied.
     ///
-    /// - Parameter confirm: asks the person whether to convert a model into a bundle of `size` bytes.
     /// - Returns: the bundle's identifier, or nil if the person declined or stopped the conversion.
     func importBundle(
         at url: URL, confirm: (_ name: String, _ size: Int, _ notices: [Sentence]) async -> Bool

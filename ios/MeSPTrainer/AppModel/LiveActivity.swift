@@ -3,7 +3,6 @@ import MeSPControl
 import MeSPCore
 import MeSPSentences
 
-/// The content of a run's Live Activity.
 public struct LiveActivityContent: Sendable, Equatable {
     public var progress: RunProgress
     /// The reason why the run waits, or how it ended. It is nil while the run trains.
@@ -12,7 +11,6 @@ public struct LiveActivityContent: Sendable, Equatable {
     public var lifetime: Double?
 }
 
-/// Shows a run outside the app. The app uses a Live Activity.
 @MainActor public protocol LiveActivityDisplay: AnyObject {
     /// Starts to show a run. Call this only while the app is active.
     func begin(title: Sentence, _ content: LiveActivityContent)
@@ -30,7 +28,6 @@ public struct LiveActivityContent: Sendable, Equatable {
     private let display: any LiveActivityDisplay
     /// The minimum time between two updates with the same note. iOS limits the number of updates.
     private static let interval = Duration.seconds(5)
-    /// The minimum lifetime of displayed content, in seconds.
     private static let lifetime = 120.0
     private var shown: LiveActivityContent?
     private var lastChange = ContinuousClock.now

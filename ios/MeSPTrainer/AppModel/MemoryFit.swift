@@ -1,9 +1,7 @@
 import MeSPBundle
 import MeSPCore
 
-/// A run's predicted peak memory and the memory available on the device.
 public struct MemoryFit: Sendable, Equatable {
-    /// The predicted peak memory of a step, in bytes.
     public let predictedPeak: Int
     /// The memory that the app may still allocate, in bytes, or nil without a limit.
     public let available: Int?

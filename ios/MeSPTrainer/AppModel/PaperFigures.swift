@@ -4,19 +4,16 @@ import MeSPFiles
 /// The figures in the paper "MeSP" (2026) for MeSP on an iPhone 17 Pro with 4-bit weights.
 struct PaperFigures: Decodable {
     let rank: Int
-    /// The duration of a MeSP step relative to a MeBP step.
     let timeOfMebp: Double
     /// The peak memory in MB, by model and sequence length.
     private let peakMb: [String: [String: Double]]
 
-    /// Returns the paper's peak memory in bytes, or nil if the paper has none for this model and sequence length.
     func peak(model: String, seqLen: Int) -> Int? {
         peakMb[model]?["\(seqLen)"].map { Int(whole: $0 * 1e6) }
     }
 
     func has(model: String) -> Bool { peakMb[model] != nil }
 
-    /// The figures in the resource `paper.json`, or nil if it cannot be read.
     static let figures: PaperFigures? = {
         return Bundle.module.url(forResource: "paper", withExtension: "json")
             .flatMap { try? Data(contentsOf: $0) }.flatMap {

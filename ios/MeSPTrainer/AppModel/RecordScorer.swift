@@ -11,10 +11,6 @@ struct RecordScorer {
     let tokenizer: any TextTokenizer
     let atBlock: () throws -> Void
 
-    /// Returns each record's contribution to the score.
-    ///
-    /// - Parameter report: receives the number of completed records.
-    /// - Throws: `MeSPError`, for example for a record that cannot be scored, and the errors of `atBlock`.
     func score(_ records: [EvaluationRecord], adapters: URL?, report: (Int) -> Void) throws -> [ScorePart] {
         try atBlock()
         let evaluator = try Evaluator(ModelBundle(url: bundle), adapters: adapters.map { [.init($0)] } ?? [])

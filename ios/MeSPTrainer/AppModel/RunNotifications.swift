@@ -3,7 +3,6 @@ import MeSPControl
 import MeSPCore
 import MeSPSentences
 
-/// A notification about a run.
 public struct RunNotification: Sendable, Equatable {
     public var title: Sentence
     public var text: Sentence
@@ -11,7 +10,6 @@ public struct RunNotification: Sendable, Equatable {
     public var delay: Double
 }
 
-/// Shows notifications.
 @MainActor public protocol NotificationDisplay: AnyObject {
     /// Asks for permission to show notifications. If the system shows a dialog, returns after the person's answer.
     func askPermission() async

@@ -4,15 +4,11 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// The progress of a run.
 public struct RunProgress: Sendable, Equatable {
     public var step: Int
     public var steps: Int
-    /// The loss of the last logged step; nil before the first step.
     public var loss: Float?
-    /// The estimated seconds until the run ends, or nil if unknown.
     package var secondsLeft: Double?
-    /// The number of block boundaries that the run has passed since the last logged step.
     public var blocks: Int
 
     public init(_ log: LogSummary, steps: Int, blocks: Int = 0) {
@@ -20,20 +16,15 @@ public struct RunProgress: Sendable, Equatable {
         secondsLeft = log.secondsLeft(of: steps)
     }
 
-    /// The completed fraction, from 0 to 1.
     public var part: Double { steps > 0 ? min(Double(step) / Double(steps), 1) : 0 }
     private static let unitsOfStep = 1000.0
-    /// The total units of progress: `unitsOfStep` for each step.
     public var units: Int64 { Int64(whole: Double(steps) * Self.unitsOfStep) }
     /// The completed units of progress. The number of blocks in a step is not known in advance, so each further block adds less.
     public var unitsDone: Int64 {
         min(units, Int64(whole: (Double(step) + Double(blocks) / Double(blocks + 100)) * Self.unitsOfStep))
     }
-    /// The step as text, such as `Step 12 of 100`.
     public var stepWords: Sentence { "Step \(step) of \(steps)" }
-    /// The loss as text, such as `loss 2.31`, or nil before the first step.
     public var lossWords: Sentence? { loss.map { "loss \(String(format: "%.2f", $0))" } }
-    /// The remaining time as text, such as `14 min left`, or nil if it is unknown or no step is left.
     public var timeWords: Sentence? {
         guard let secondsLeft, step < steps else { return nil }
         let minutes = Int(whole: (secondsLeft / 60).rounded(.up))

@@ -3,19 +3,14 @@ import MeSPCore
 import MeSPSentences
 import Observation
 
-/// The brightness of the phone's screen.
 @MainActor public protocol Display: AnyObject {
     /// The brightness, from 0 to 1; nil if there is no screen now.
     var brightness: Double? { get set }
 }
 
-/// Keeps the screen on during a run, and dims it overnight.
 @MainActor @Observable public final class ScreenPower {
-    /// Whether the person wants the screen to stay on during a run.
     public var keepsAwake = true
-    /// Whether the person wants the screen dimmed during the run.
     public var isOvernight = false { didSet { update() } }
-    /// Whether the app has dimmed the screen.
     public private(set) var isDimmed = false
 
     @ObservationIgnored private let monitor: any DeviceMonitor
@@ -29,7 +24,6 @@ import Observation
         controller.observers.append { [weak self] in self?.update() }
     }
 
-    /// Whether the screen has to stay on.
     public var staysAwake: Bool { controller.isRunning && (keepsAwake || isOvernight) }
 
     /// Dims the screen or restores its brightness. The change is immediate, because the app may soon be suspended.
@@ -45,7 +39,6 @@ import Observation
         }
     }
 
-    /// Instructions for an overnight run.
     public var overnightAdvice: Sentence {
         let advice: Sentence =
             controller.usesGPU

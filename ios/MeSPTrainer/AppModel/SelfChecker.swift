@@ -7,13 +7,10 @@ import Observation
 
 /// A self-check of this device. Each completed check extends the report and its file. The self-check pauses while the app is not active.
 @MainActor @Observable public final class SelfChecker {
-    /// The report of the current or last self-check, or nil before the first.
     public private(set) var report: SelfCheckReport?
     public private(set) var isRunning = false
-    /// The reason why the last self-check ended early, or nil.
     public private(set) var problem: Sentence?
 
-    /// The name of the check in progress, or nil.
     public var current: String? {
         guard isRunning, let report, report.checks.count < report.start.names.count else { return nil }
         return report.start.names[report.checks.count]
@@ -63,7 +60,6 @@ import Observation
         }
     }
 
-    /// Stops the self-check at the next block.
     public func stop() { gate.stop() }
 
     private func update() { gate.pauseUnlessInFront(monitor) }

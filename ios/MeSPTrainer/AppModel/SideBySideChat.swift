@@ -13,15 +13,12 @@ import Observation
 @MainActor @Observable public final class SideBySideChat {
     public enum Side: Sendable { case base, tuned }
 
-    /// The text that one model has generated so far.
     public struct Text: Sendable {
         public fileprivate(set) var text = ""
-        /// The summary of the generation; nil until it has ended.
         public fileprivate(set) var summary: Generator.Summary?
         fileprivate var tokens = [Int]()
     }
 
-    /// A prompt and each model's text.
     public struct Turn: Sendable, Identifiable {
         public let id: Int
         public let prompt: String
@@ -30,12 +27,9 @@ import Observation
         fileprivate var strengths = [Float]()
     }
 
-    /// A prompt with its generation settings.
     public struct Request: Sendable {
         public var prompt = ""
-        /// Whether the prompt is a message, to which the chat template is applied.
         public var isChat = false
-        /// The system message of the conversation, or empty for none.
         public var system = ""
         public var maxTokens = 128
         /// The sampling temperature. 0 selects the most likely token.
@@ -48,22 +42,16 @@ import Observation
 
     /// The turns, the oldest first. Outside a conversation there is at most one.
     public private(set) var turns = [Turn]()
-    /// The request that the person is editing.
     public var draft = Request()
-    /// The name of the bundle that wrote the turns.
     public private(set) var bundleName = ""
     private var runNames = [String]()
-    /// Whether the turns form a conversation.
     public var isConversation: Bool { !partners.isEmpty }
     public var base: Text { turns.last?.base ?? Text() }
     public var tuned: Text { turns.last?.tuned ?? Text() }
-    /// The side whose text is being generated, or nil.
     public private(set) var writing: Side?
-    /// The last problem with generating a text, or nil.
     public private(set) var problem: Sentence?
 
     @ObservationIgnored private let monitor: any DeviceMonitor
-    /// The folder of the saved conversation, or nil if conversations are not saved.
     @ObservationIgnored private let folder: DocumentsFolder?
     /// Whether the saved conversation was read or cleared. Until then, it must not be overwritten.
     @ObservationIgnored private var hasReadSaved = false
@@ -85,7 +73,6 @@ import Observation
 
         init(_ bundle: URL? = nil) { self.bundle = bundle }
 
-        /// Returns the model with these adapters. The first call opens the model, and later calls only change its adapters.
         func model(_ url: URL, with adapters: [WeightedAdapters]) throws -> Generator {
             var model = try generator ?? Generator(ModelBundle(url: url))
             generator = nil  // frees the previous adapters
@@ -199,9 +186,6 @@ import Observation
 
     /// Returns the person's preference in a turn. The prompt is the conversation of `side`.
     ///
-    /// Without `corrected`, the answer of `side` is chosen and the other is rejected. With `corrected`, `corrected` is chosen and the answer of
-    /// `side` is rejected.
-    ///
     /// - Throws: `MeSPError`, for example while a text is being generated, or if the two answers cannot form a preference.
     func choice(_ side: Side, of id: Turn.ID, corrected: String?) throws -> Choice {
         guard writing == nil, !partners.isEmpty, let index = turns.firstIndex(where: { $0.id == id }) else {
@@ -217,7 +201,6 @@ import Observation
             rejected: corrected == nil ? turns[index][keyPath: other].text : answer)
     }
 
-    /// Deletes the conversation, also the saved one, unless a text is being generated.
     public func clear() {
         guard writing == nil else { return }
         (turns, partners, problem, hasReadSaved) = ([], "", nil, true)
@@ -234,8 +217,6 @@ import Observation
         folder?.save(partners.isEmpty ? nil : stored)
     }
 
-    /// Returns the names of the runs whose adapters wrote the fine-tuned answer, each with its strength unless that is 1. Returns nil without
-    /// adapters.
     public func tunedName(of turn: Turn) -> String? {
         guard !runNames.isEmpty else { return nil }
         return runNames.enumerated().map { index, name in
@@ -249,7 +230,6 @@ import Observation
         runNames = runs.split(separator: "/").map(String.init)
     }
 
-    /// Stops generation at the next block.
     public func stop() { gate.stop() }
 
     private func update() { gate.pauseUnlessInFront(monitor) }
@@ -303,7 +283,6 @@ struct StoredChat: Codable, Equatable {
         var strengths: [Float]?
     }
 
-    /// See `SideBySideChat.partners`.
     var partners: String
     var turns: [Turn]
 }

@@ -6,11 +6,8 @@ import MeSPCore
 import MeSPSentences
 
 extension AppModel {
-    /// Whether a run with the form's settings can begin now.
     public var canStart: Bool { isFree && (try? form.fit.get().fits) == true }
 
-    /// The reason why a run with the form's settings cannot begin now, with a remedy, or nil if there is none to show. `canStart` tells whether the
-    /// run can begin.
     public var startProblem: Sentence? {
         guard refusal == nil, library.hasLooked, !isPreparing else { return nil }
         if isBusy { return "The model is in use; wait until that has ended, or stop it." }
@@ -23,7 +20,6 @@ extension AppModel {
         }
     }
 
-    /// Tokenizes the text, except the bundle's own, and begins the run.
     public func startTraining() async {
         guard canStart, let bundle = form.bundle else { return }
         let folder = library.folder.newRun(bundle: bundle.name, method: form.settings.method)

@@ -3,14 +3,10 @@ import MeSPBundle
 import MeSPCore
 import MeSPSentences
 
-/// A bundle on the device.
 public struct StoredBundle: Identifiable, Sendable {
     public let url: URL
-    /// Whether the bundle is part of the app.
     public let isIncluded: Bool
-    /// The manifest, or nil if the bundle cannot be read.
     public let manifest: Manifest?
-    /// The reason why the bundle cannot be used, or nil.
     public let problem: Sentence?
 
     init(url: URL, isIncluded: Bool) {
@@ -29,9 +25,7 @@ public struct StoredBundle: Identifiable, Sendable {
     }
 
     public var id: String { url.lastPathComponent }
-    /// The folder's name without its extension.
     public var name: String { url.deletingPathExtension().lastPathComponent }
 
-    /// The total size of the files in the manifest, in bytes.
     public var size: Int { manifest?.files.reduce(0) { $0 + $1.size } ?? 0 }
 }

@@ -2,20 +2,16 @@ import Foundation
 import MeSPCore
 import MeSPSentences
 
-/// A run on the device.
 public struct StoredRun: Identifiable, Sendable {
     public enum Status: Sendable, Equatable {
         case running, finished, stopped, failed
         case interrupted
-        /// The log can't be read, for this reason.
         case unreadable(Sentence)
     }
 
     public let url: URL
     public let status: Status
-    /// The outline of the log, or nil if it cannot be read.
     public let log: LogOutline?
-    /// The time when the run began, taken from the run's folder.
     public let date: Date
 
     init(url: URL, isRunning: Bool) {
@@ -41,10 +37,8 @@ public struct StoredRun: Identifiable, Sendable {
 
     public var id: String { url.lastPathComponent }
     public var name: String { id }
-    /// Whether the run is part of a benchmark.
     package var isBenchmark: Bool { url.pathExtension == DocumentsFolder.benchmark }
 
-    /// The folder of the adapters saved last, or nil if there is none.
     public var adapters: URL? { existing("adapters") }
 
     /// Whether the run can continue. An interrupted run without a saved state starts again from the beginning.

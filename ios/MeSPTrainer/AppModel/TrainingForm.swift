@@ -7,12 +7,9 @@ import MeSPFiles
 import MeSPSentences
 import Observation
 
-/// The form for the next run: its bundle, text and settings.
 @MainActor @Observable public final class TrainingForm {
-    /// The source of the text to train on.
     public enum TextKind: Sendable, CaseIterable { case bundle, file, pasted, choices }
 
-    /// The bundle to train; nil if none is chosen.
     public private(set) var bundle: StoredBundle?
     public var bundleID: StoredBundle.ID? {
         get { bundle?.id }
@@ -26,31 +23,25 @@ import Observation
         // rate.
         didSet { if settings.method != oldValue.method, settings.learningRate == nil { settings.optimizer = nil } }
     }
-    /// The chosen optimizer, or the default.
     public var optimizer: RunSettings.OptimizerKind {
         get { settings.effectiveOptimizer }
         set { settings.optimizer = newValue }
     }
     private var defaultRate: Float? { bundle?.manifest.map { settings.defaultLearningRate(for: $0.architecture) } }
-    /// Whether the run has a memory limit.
     public var hasLimit: Bool {
         get { settings.memoryLimitMb != nil }
         set { settings.memoryLimitMb = newValue ? limit : nil }
     }
-    /// Whether gradients are clipped by their norm.
     public var clips: Bool {
         get { settings.maxGradNorm != nil }
         set { settings.maxGradNorm = newValue ? 1 : nil }
     }
-    /// The run whose adapters to start from; nil for new adapters.
     public var startingRun: StoredRun.ID?
-    /// The runs whose adapters fit the bundle and the rank.
     public var startingRuns: [StoredRun] {
         library.trained.filter {
             library.bundle(of: $0)?.id == bundle?.id && $0.log?.start?.settings.rank == settings.rank
         }
     }
-    /// The short names of the projections that can be trained.
     public var projections: [String] { bundle?.manifest?.architecture.trainableNames ?? [] }
     /// The short names of the projections trained by default.
     private var standard: [String] { bundle?.manifest?.architecture.projectionNames ?? [] }
@@ -65,7 +56,6 @@ import Observation
             settings.projections = names == standard ? nil : names
         }
     }
-    /// Typed text that is not a valid number, by field.
     private var unreadable = [NumberField: String]()
     /// The typed text, shown while it still equals the setting's value.
     private var typed = [NumberField: String]()
@@ -117,10 +107,8 @@ import Observation
     }
     public var limit = 100.0 { didSet { if hasLimit { settings.memoryLimitMb = limit } } }
     public var textKind = TextKind.bundle { didSet { settings.objective = textKind == .choices ? .dpo : nil } }
-    /// The chosen text file. Setting it also selects it as the source of the text.
     public var file: URL? { didSet { if file != nil { textKind = .file } } }
     public var pasted = ""
-    /// Whether the loss covers only the answers, for records with prompts.
     public var answersOnly = true
     /// Whether the run limits forgetting by weakening or dropping the adapters if necessary.
     public var keepsKnowledge = true
@@ -134,7 +122,6 @@ import Observation
         (self.library, self.monitor) = (library, monitor)
     }
 
-    /// Chooses the bundle to train, and changes settings that it does not support.
     public func select(_ bundle: StoredBundle?) {
         self.bundle = bundle
         guard let manifest = bundle?.manifest else { return }
@@ -145,14 +132,12 @@ import Observation
         }
     }
 
-    /// Chooses a bundle if none is chosen or the chosen one no longer exists.
     func refresh() {
         let usable = library.usableBundles
         let known = usable.first { $0.id == bundle?.id }
         if known == nil { select(usable.first) }
     }
 
-    /// The predicted peak memory and whether it fits now, or the reason why the run cannot start.
     public var fit: Result<MemoryFit, MeSPError> {
         guard let manifest = bundle?.manifest else {
             return .failure(
@@ -179,7 +164,6 @@ import Observation
         return settings
     }
 
-    /// The general text for measuring forgetting, or nil if forgetting is not measured.
     var generalText: TextData.Source? {
         guard keepsKnowledge, settings.objective == nil, settings.valBatches > 0, let bundle,
             textKind != .bundle || bundle.manifest?.data?["valid"].map({ holdsSequence($0) }) == true,
@@ -192,7 +176,6 @@ import Observation
         tokens.examples.map { $0.count > 0 } ?? (tokens.tokens > settings.seqLen)
     }
 
-    /// A sentence about what the model will learn; nil without a bundle.
     public var lesson: Sentence? {
         guard let bundle else { return nil }
         switch textKind {
@@ -210,9 +193,6 @@ import Observation
         }
     }
 
-    /// Returns the text to tokenize; nil for the bundle's own text.
-    ///
-    /// - Throws: `MeSPError` if no file was chosen, or the error of reading the choices.
     func source() throws -> TextData.Source? {
         switch textKind {
         case .bundle: return nil

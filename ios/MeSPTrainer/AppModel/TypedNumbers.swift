@@ -3,7 +3,6 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// A number field of the form.
 public enum NumberField: String, Sendable, CaseIterable {
     case steps, learningRate, limit, batchSize, accumulation, clipping, warmup
 
@@ -28,8 +27,7 @@ public enum NumberField: String, Sendable, CaseIterable {
 }
 
 struct TypedNumber {
-    /// Returns the number in `text`, or nil if `text` is not a number or the number is too large. The magnitude must be below 10¹⁵. With `isWhole`,
-    /// the number must be an integer.
+    /// Returns the number in `text`, or nil if `text` is not a number or the number is too large. The magnitude must be below 10¹⁵.
     static func value(_ text: String, isWhole: Bool, locale: Locale = .current) -> Double? {
         var text = text.trimmingCharacters(in: .whitespaces)
         if let separator = locale.decimalSeparator { text = text.replacingOccurrences(of: separator, with: ".") }

@@ -1,15 +1,7 @@
 import MeSPFiles
 
 /// A model's configuration, in one form for all model families. The exporter derives it from the model's `config.json`.
-///
-/// A block consists of a mixer and an MLP. The outer `norm` is present only with `postNorms`:
-///
-///     x_mid = x + norm(mixer(mixer_in)),  mixer_in = RMSNorm(x)
-///     y = x_mid + norm(mlp(mlp_in)),  mlp_in = RMSNorm(x_mid)
-///
-/// In a model with `perLayer`, y is then changed as `PerLayerEmbedding` describes.
 public struct Architecture: Decodable, Sendable, Equatable {
-    /// The `model_type` in `config.json`.
     package let modelType: String
     package let hiddenSize: Int
     package let vocabSize: Int
@@ -18,22 +10,17 @@ public struct Architecture: Decodable, Sendable, Equatable {
     package let hiddenAct: Activation
     package let postNorms: Bool
     package let finalLogitSoftcapping: Float?
-    /// The factor that multiplies the token embeddings.
     package let embeddingScale: Float
     /// The part of tensor names before `.layers.N.` in mlx-lm's adapters. `hfPrefix` is the same for PEFT.
     package let mlxPrefix: String
     package let hfPrefix: String
-    /// The names of the linear layers that have a bias.
     package let biases: [String]
-    /// The distinct mixers of the model.
     package let mixers: [Mixer]
     /// For each block, the index of its mixer in `mixers`.
     package let layers: [Int]
-    /// The distinct MLPs of the model.
     package let mlps: [MLP]
     /// For each block, the index of its MLP in `mlps`.
     package let mlpLayers: [Int]
-    /// The per-layer token embeddings, or nil if the model has none.
     package let perLayer: PerLayerEmbedding?
     /// The layers and parameters of Hugging Face's model that concatenate the outputs of several modules of a block, or nil if there are none.
     package let hfModules: [JoinedModule]?
@@ -42,17 +29,14 @@ public struct Architecture: Decodable, Sendable, Equatable {
 
     /// The short names of the linear layers, which are trained by default.
     package var projectionNames: [String] { unique(modules.map(\.shortName)) }
-    /// The short names of all modules that can be trained.
     package var trainableNames: [String] { unique(trainable.map(\.shortName)) }
 }
 
 extension Architecture {
-    /// Returns the shape of the block with this index.
     package func block(_ index: Int) -> BlockShape {
         BlockShape(architecture: self, mixer: mixers[layers[index]], mlp: mlps[mlpLayers[index]])
     }
 
-    /// One block of each kind.
     package var kinds: [BlockShape] { firstOfKinds.map(block) }
 
     /// The index of the first block of each kind. Blocks of one kind have the same mixer and MLP.
@@ -62,15 +46,12 @@ extension Architecture {
         }
     }
 
-    /// The largest intermediate size of an MLP or expert.
     package var widestMLP: Int {
         mlps.map { max($0.intermediateSize, $0.experts?.intermediateSize ?? 0) }.max() ?? 0
     }
 
-    /// Whether some block has experts.
     package var hasExperts: Bool { mlps.contains { $0.experts != nil } }
 
-    /// The distinct linear layers of all blocks.
     package var modules: [Module] {
         unique(mixers.flatMap(\.modules)) + unique(mlps.flatMap(\.modules)) + (perLayer?.modules ?? [])
     }
@@ -106,7 +87,6 @@ extension Architecture {
         }
     }
 
-    /// The largest number of query heads of a block, or 1 without attention.
     package var attentionHeads: Int {
         mixers.map { if case .attention(let mixer) = $0 { mixer.numAttentionHeads } else { 1 } }.max() ?? 1
     }
@@ -116,7 +96,6 @@ extension Architecture {
         mixers.map { if case .attention(let a) = $0 { a.numAttentionHeads / a.numKeyValueHeads } else { 1 } }.max() ?? 1
     }
 
-    /// The largest input size of a mixer's output projection.
     package var mixerWidth: Int {
         mixers.map { $0.mixerWidth(hidden: hiddenSize) }.max() ?? hiddenSize
     }

@@ -19,11 +19,9 @@ public enum Backend: String, Codable, Sendable {
 
     package var name: String { rawValue.uppercased() }
 
-    /// The reason why MLX cannot use the processor here; nil if none is known.
     package var refusal: Sentence? {
         MLXSupport.refusal ?? (self == .gpu ? MLXSupport.gpuRefusal ?? NeuralAccelerators.current.refusal : nil)
     }
 
-    /// The dtype of activations.
     package var dtype: DType { self == .gpu ? .bfloat16 : .float32 }
 }

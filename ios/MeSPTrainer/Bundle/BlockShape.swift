@@ -1,4 +1,3 @@
-/// The dimensions of a block and its parts.
 package struct BlockShape: Sendable, Equatable {
     package let architecture: Architecture
     package let mixer: Mixer
@@ -9,13 +8,11 @@ package struct BlockShape: Sendable, Equatable {
         mixer.modules + mlp.modules + (architecture.perLayer?.modules ?? [])
     }
 
-    /// The modules that can have adapters: the linear layers, then the experts' matrices.
     package var trainable: [Module] { modules + (mlp.experts?.modules ?? []) }
 
     /// Returns the leading dimensions of a module's matrix: `[experts]` for experts' matrices, or none.
     package func stack(_ module: Module) -> [Int] { module.isStacked ? [mlp.experts?.numExperts ?? 0] : [] }
 
-    /// Returns the input and output size of a projection of this block.
     package func dimensions(_ projection: Projection) -> (inputs: Int, outputs: Int) {
         let hidden = architecture.hiddenSize
         let dimensions = known(projection) ?? mlp.experts?.dimensions(projection, hidden: hidden)
@@ -23,7 +20,6 @@ package struct BlockShape: Sendable, Equatable {
         return dimensions
     }
 
-    /// Returns the input and output size of a projection, or nil if the block lacks it. Excludes experts.
     private func known(_ projection: Projection) -> (inputs: Int, outputs: Int)? {
         let hidden = architecture.hiddenSize
         return mixer.dimensions(projection, hidden: hidden) ?? mlp.dimensions(projection, hidden: hidden)
@@ -33,16 +29,13 @@ package struct BlockShape: Sendable, Equatable {
     /// The MLP's gate, or the mixer's first projection if there is no MLP besides experts.
     package var wideProjection: Projection { mlp.modules.isEmpty ? mixer.modules[0].projections[0] : .gate }
 
-    /// Returns the input size of a module and the sum of its projections' output sizes.
     package func dimensions(_ module: Module) -> (inputs: Int, outputs: Int) { dimensions([module]) }
 
-    /// Returns the input size of modules with the same input, and the sum of their output sizes.
     package func dimensions(_ modules: [Module]) -> (inputs: Int, outputs: Int) {
         let parts = modules.flatMap(\.projections).map(dimensions)
         return (parts.first?.inputs ?? 0, parts.reduce(0) { $0 + $1.outputs })
     }
 
-    /// Returns the module that computes a projection, and the projection's range in the module's outputs.
     package func place(_ projection: Projection) -> (module: Module, outputs: Range<Int>) {
         for module in trainable {
             guard let index = module.projections.firstIndex(of: projection) else { continue }
@@ -52,7 +45,6 @@ package struct BlockShape: Sendable, Equatable {
         preconditionFailure("no module for \(projection)")
     }
 
-    /// The block's unquantized arrays, such as norms and biases.
     package var plainArrays: [Weight] {
         let (hidden, postNorms) = (architecture.hiddenSize, architecture.postNorms)
         let norms =
@@ -84,7 +76,6 @@ package struct BlockShape: Sendable, Equatable {
         return ofModules(modules) + mlpGate + [router] + ofModules(experts.modules)
     }
 
-    /// Whether the block is consistent: for example, its modules compute each projection exactly once.
     var isWhole: Bool {
         let parts = modules.flatMap(\.projections)
         let all = Projection.allCases.filter { known($0) != nil }
@@ -98,7 +89,6 @@ package struct BlockShape: Sendable, Equatable {
             && joined.joined().count == Set(joined.joined().map(\.name)).count
     }
 
-    /// For each joined layer of Hugging Face's model, this block's modules in it.
     private var joined: [[Module]] {
         (architecture.hfModules ?? []).map { layer in trainable.filter { layer.parts.contains($0.name) } }
     }

@@ -47,11 +47,6 @@ extension ModelBundle {
 
     /// Throws unless the functions in `file` pass `checkFunctions(_:onGPU:)`, and their inputs and outputs fit the blocks of a kind. There must be
     /// one function for each rank.
-    ///
-    /// - Parameters:
-    ///   - kind: an index of the manifest's `blocks`.
-    ///   - files: the files to which `file` belongs.
-    ///   - length: the sequence length in tokens.
     func checkFunctions(
         _ file: String, kind: Int, _ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int
     ) throws {

@@ -2,7 +2,6 @@
 ///
 /// A block can also have a shared MLP. With `mlpGate` g, the output of that MLP is multiplied by σ(x gᵀ).
 package struct Experts: Decodable, Sendable, Equatable {
-    /// The function that converts router outputs into scores.
     package enum Scores: String, Decodable, Sendable { case softmax, sigmoid }
 
     /// The name of the router's matrix `[num_experts, hidden]`.
@@ -23,7 +22,6 @@ package struct Experts: Decodable, Sendable, Equatable {
     package var up: String { matrices + ".up_proj" }
     package var down: String { matrices + ".down_proj" }
 
-    /// The stacked gate, up and down matrices of all experts.
     var modules: [Module] {
         [(gate, .expertGate), (up, .expertUp), (down, .expertDown)].map { Module(name: $0, projections: [$1]) }
     }

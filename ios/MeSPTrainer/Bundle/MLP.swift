@@ -2,9 +2,7 @@
 package struct MLP: Decodable, Sendable, Equatable {
     /// The linear layers, in the order of flat LoRA vectors. The list is empty if there are only experts.
     package let modules: [Module]
-    /// The intermediate size of the MLP, or 0 if there are only experts.
     package let intermediateSize: Int
-    /// The mixture of experts, or nil if there is none.
     package let experts: Experts?
 
     func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {
@@ -16,7 +14,6 @@ package struct MLP: Decodable, Sendable, Equatable {
         }
     }
 
-    /// Whether the sizes are within bounds, and there is an MLP if `experts.mlpGate` is set.
     var isConsistent: Bool {
         let least = modules.isEmpty && experts != nil ? 0 : 1
         return (least...(least << 20)).contains(intermediateSize) && experts?.isConsistent ?? true

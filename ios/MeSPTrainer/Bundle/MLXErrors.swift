@@ -19,7 +19,6 @@ package enum MLXErrors {
         let failures: Failures
     }
 
-    /// MLX's messages of the failures after which work was repeated.
     private final class Failures: @unchecked Sendable {
         private let lock = NSLock()
         private var messages = [String]()
@@ -38,7 +37,6 @@ package enum MLXErrors {
 
     /// Calls `body` and collects MLX's errors in it. A nested call on the same stream is part of the outer work.
     ///
-    /// - Parameter stream: the stream of the GPU, or nil on a CPU.
     /// - Throws: `MeSPError` with MLX's first error (`MLXFailure` in a nested call), or else the error of `body`.
     package static func collect<R>(on stream: MLX.Stream? = nil, _ body: () throws -> R) throws -> R {
         if let work, work.stream == stream { return try checked(body) }
@@ -134,9 +132,7 @@ package enum MLXErrors {
         }
     }
 
-    /// The failed attempts at a piece of work.
     private struct Attempts {
-        /// The number of failures after which work is not repeated.
         private static let most = 3
         /// The number of refusals of background work by iOS that do not count as failures, the time between attempts, and the longest time of all
         /// attempts. iOS lets an app run for some five seconds after it has left the front.
@@ -170,15 +166,11 @@ package enum MLXErrors {
     /// Evaluates `arrays` on a GPU, so that later work does not depend on unevaluated results of repeated work. Does nothing on a CPU.
     package static func evaluateOnGPU(_ arrays: [MLXArray]) { if areLate { eval(arrays) } }
 
-    /// Returns MLX's messages of failures after which work was repeated, since the last call.
     package static func takeFailures() -> [String] { work?.failures.take() ?? [] }
 }
 
-/// An error of MLX.
 package struct MLXFailure: SentenceError {
-    /// MLX's message without the place in MLX's source code and without the final full stop.
     package let message: String
-    /// Whether the work failed too often to be repeated again.
     package fileprivate(set) var isFinal = false
 
     fileprivate init(_ error: any Error) {
@@ -186,10 +178,8 @@ package struct MLXFailure: SentenceError {
         message = error.localizedDescription.replacing(#/ at /\S+:[0-9]+$/#, with: "").replacing(#/\.+$/#, with: "")
     }
 
-    /// Whether iOS refused the GPU because the app is in the background.
     var isRefusal: Bool { message.contains("BackgroundExecutionNotPermitted") }
 
-    /// Whether the reason was a lack of memory.
     package var isOfMemory: Bool {
         ["ErrorOutOfMemory", "Unable to allocate", "Insufficient Memory"].contains(where: message.contains)
     }
@@ -210,7 +200,6 @@ extension MLXArray {
         MLXArray(values, shape).orZeros(shape ?? [values.count], T.dtype)
     }
 
-    /// Makes an array of the bytes of its elements; see `of(_:_:)`.
     package static func of(_ bytes: Data, _ shape: [Int], _ dtype: DType) -> MLXArray {
         MLXArray(bytes, shape, dtype: dtype).orZeros(shape, dtype)
     }
@@ -219,9 +208,6 @@ extension MLXArray {
         self.shape == shape ? self : MLXArray.zeros(shape, dtype: dtype)
     }
 
-    /// Returns the element of a one-element array.
-    ///
-    /// - Throws: `MLXFailure` if MLX cannot compute the array.
     package func number<T: HasDType>(_ type: T.Type) throws -> T {
         let array = asType(T.dtype)
         try array.compute()
@@ -229,8 +215,6 @@ extension MLXArray {
     }
 
     /// Returns the elements in row-major order.
-    ///
-    /// - Throws: `MLXFailure` if MLX cannot compute the array.
     package func numbers<T: HasDType>(_ type: T.Type) throws -> [T] {
         let array = asType(T.dtype)
         try array.compute()
@@ -240,7 +224,6 @@ extension MLXArray {
     /// Calls `body` with the bytes of the elements in row-major order. The bytes are not copied if the array is contiguous.
     ///
     /// - Parameter confirms: false if the array is confirmed already, or if the caller confirms it later and then repeats what `body` does.
-    /// - Throws: `MLXFailure` if MLX cannot compute the array, or the error of `body`.
     package func withBytes<R>(confirms: Bool = true, _ body: (Data) throws -> R) throws -> R {
         try compute(confirms: confirms)
         return try withExtendedLifetime(self) { try body(asData(access: .noCopyIfContiguous).data) }
@@ -249,7 +232,6 @@ extension MLXArray {
     /// Evaluates the array.
     ///
     /// - Parameter confirms: false to report only errors that MLX has found already.
-    /// - Throws: `MLXFailure` if MLX cannot compute the array.
     package func compute(confirms: Bool = true) throws {
         eval()
         try confirms ? MLXErrors.confirm() : MLXErrors.check()

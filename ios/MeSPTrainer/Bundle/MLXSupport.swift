@@ -37,13 +37,11 @@ public enum MLXSupport {
     /// only one buffer runs, but sleeps while several run (MLX 0.32.2, scheduler.h:56).
     private static let operationsOfShortBuffer = 4
 
-    /// Whether the environment limits command buffers to `operationsOfShortBuffer` operations or fewer.
     package static var hasShortCommandBuffers: Bool {
         let set = getenv(commandBufferVariable).flatMap { Int(String(cString: $0)) }
         return set.map { $0 <= operationsOfShortBuffer } ?? false
     }
 
-    /// The reason why MLX cannot run here; nil if it can.
     public static var refusal: Sentence? {
         #if targetEnvironment(simulator)
             noGPU
@@ -52,7 +50,6 @@ public enum MLXSupport {
         #endif
     }
 
-    /// The reason why MLX cannot use the GPU here, or nil if none is known.
     package static let gpuRefusal: Sentence? = {
         #if os(iOS) && !targetEnvironment(simulator)
             // MLX's kernels need SIMD-group reductions and matrices, which older GPU families lack.

@@ -27,21 +27,18 @@ public struct Manifest: Decodable, Sendable {
         /// The distance in words between consecutive matrices of a stack `[experts, rows, columns]`, or nil for other arrays.
         package let stride: Int?
     }
-    /// The blocks of one kind, with the same mixer, the same MLP and the same layout of their weight files.
     package struct Blocks: Decodable, Sendable {
         package let layers: [Int]
         /// The function files, by sequence length. A GPU's forward pass calls `functions`, whose activations are bfloat16. `plainFunctions` consist of
         /// plain operations in float32 on the CPU, and MeBP differentiates them.
         package let functions: [String: String]
         package let plainFunctions: [String: String]
-        /// The function files for packed sequences on a GPU, or nil if the bundle has none.
         package let packedFunctions: [String: String]?
         package var packed: [String: String] { packedFunctions ?? [:] }
         /// Whether the bundle has functions for these blocks. It has none for blocks with experts, and if it was made on a device.
         package var hasFunctions: Bool { !functions.isEmpty }
         package let words: Int
         package let arrays: [PackedArray]
-        /// Returns the weight file of block `index`, which must be one of `layers`.
         package func file(_ index: Int) -> PackedFile {
             PackedFile(file: ModelBundle.blockFile(index), words: words, arrays: arrays)
         }
@@ -54,15 +51,10 @@ public struct Manifest: Decodable, Sendable {
     package struct Tokens: Codable, Sendable {
         package let file: String
         package let tokens: Int
-        /// The examples, or nil if the stream is split into windows.
         package let examples: Examples?
-        /// A file with one byte per token: 1 if the token as a target is in the loss, else 0. If it is nil, all targets are in the loss.
         package let mask: String?
-        /// A file with one `TokenStream.Label` per example, or nil without preference data.
         package let labels: String?
-        /// The token that replaces the first token of each window, if any.
         package let begin: Int?
-        /// Whether several examples may share a sequence without attending to each other.
         package let pack: Bool?
 
         package struct Examples: Codable, Sendable {
@@ -109,7 +101,6 @@ extension Manifest {
     /// The files with the model's licence, notices and terms of use, which must accompany everything derived from the model.
     package var terms: [String] { files.map(\.path).filter(Self.isTerms) }
 
-    /// Returns whether a file name is that of a licence, a notice or terms of use.
     package static func isTerms(_ name: String) -> Bool {
         let begins = ["LICENSE", "LICENCE", "COPYING", "NOTICE", "USE_POLICY", "TERMS_OF_USE", "GEMMA_TERMS"]
         let contains = ["_LICENSE", "_LICENCE", "_NOTICE", "_USE_POLICY", "_TERMS_OF_USE"]
@@ -119,14 +110,12 @@ extension Manifest {
             || contains.contains { name.uppercased().contains($0) }
     }
 
-    /// The size of all distinct weight files, in bytes.
     package var mappedBytes: Int {
         Dictionary(weightFiles.map { ($0.file, $0.words) }) { words, _ in words }.values.reduce(0, +) * 4
     }
 
     /// Decodes and checks a manifest, without reading the bundle's other files.
     ///
-    /// - Parameter bundle: the bundle's name in messages.
     /// - Throws: `MeSPError` if this build cannot use the bundle.
     package static func read(_ json: Data, of bundle: String) throws -> Manifest {
         guard json.count <= largestSize else {
@@ -159,7 +148,6 @@ extension Manifest {
         return manifest
     }
 
-    /// For each block, the index of its kind in `blocks`.
     var kindOfBlock: [Int] {
         blocks.enumerated().reduce(into: Array(repeating: 0, count: architecture.numHiddenLayers)) { kinds, kind in
             for block in kind.element.layers { kinds[block] = kind.offset }
@@ -184,13 +172,11 @@ extension Manifest.PackedArray {
     /// The length in 32-bit words of the array, or of one matrix of a stack.
     var words: Int { (shape.dropFirst(stride == nil ? 0 : 1).reduce(1, *) * dtype.dtype.size + 3) / 4 }
 
-    /// Returns the range of words of the array, or of one matrix of a stack.
     func range(_ number: Int? = nil) -> Range<Int> {
         let start = offset + (number ?? 0) * (stride ?? 0)
         return start..<start + words
     }
 
-    /// Returns whether the array, or every matrix of a stack, lies within a file of `total` words.
     func isWithin(_ total: Int) -> Bool {
         guard (0...total).contains(offset), words <= total - offset else { return false }
         guard let stride else { return true }

@@ -5,8 +5,6 @@ import MeSPSentences
 extension Manifest {
     /// Throws unless the manifest is consistent. For example, sizes must be within bounds, all named files must be listed, and all arrays must fit
     /// their files.
-    ///
-    /// - Parameter bundle: the bundle's name in messages.
     func check(_ bundle: String) throws {
         try checkDimensions(bundle)
         try checkFiles(bundle)

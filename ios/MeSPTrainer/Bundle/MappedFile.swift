@@ -7,9 +7,6 @@ import MeSPSentences
 ///
 /// - Parameters:
 ///   - url: a file whose size is a multiple of `mappingUnit`.
-///   - size: the required size of the file, in bytes.
-///   - modified: the required modification time, or nil for any.
-///   - known: the existing map of the file, if any.
 package func mappedWords(_ url: URL, size: Int, modified: Duration?, known: MLXArray? = nil) throws -> MLXArray {
     let file: Int32
     do {

@@ -1,7 +1,6 @@
 import MeSPFiles
 
-/// The part of a block that combines tokens: projections of the normed input, a formula, and an output projection. The result is added to the block's
-/// input.
+/// The part of a block that combines tokens: projections of the normed input, a formula, and an output projection.
 package enum Mixer: Sendable, Equatable {
     case attention(AttentionMixer)
     case gatedDeltaNet(GatedDeltaNetMixer)
@@ -22,12 +21,10 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
     package let qkNorm: Bool
     /// Whether q contains, for each head, the query followed by an output gate g of the same size.
     package let outputGate: Bool
-    /// The factor `scale` of `q̂ k̂ᵀ`.
     package let attentionScale: Float
     package let attnLogitSoftcapping: Float?
     /// RoPE's angle per position for each pair of dimensions, in radians. A pair with angle 0 is not rotated. The list is empty without RoPE.
     package let frequencies: [Float]
-    /// The factor that multiplies the rotated dimensions.
     package let ropeScale: Float
     /// The number of positions that a query attends to, including its own, or nil for all positions up to its own.
     package let slidingWindow: Int?
@@ -40,17 +37,10 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
     package var keyValueWidth: Int { numKeyValueHeads * headDim }
     /// Whether a projection g computes one output gate per head.
     package var headGate: Bool { modules.contains { $0.projections.contains(.g) } }
-    /// The size of a head's output gate, or 0 without gates.
     package var gateDim: Int { outputGate ? headDim : headGate ? 1 : 0 }
 }
 
-/// The gated delta rule ([Yang et al.](https://arxiv.org/abs/2412.06464)). After the convolution, q and k are normalized per head, and q is divided
-/// by √keyHeadDim. Each value head has its own S and o:
-///
-///     q, k, v = silu(conv(qkv))
-///     S ← g S + k (β (v − (g S)ᵀ k))ᵀ    g = exp(−exp(A_log) softplus(a + dt_bias)),  β = σ(b)
-///     o = Sᵀ q
-///     x_mid = x + out(norm(o) ∘ silu(z))
+/// The gated delta rule ([Yang et al.](https://arxiv.org/abs/2412.06464)).
 package struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
     package let numKeyHeads: Int
@@ -61,7 +51,6 @@ package struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
 
     var keyWidth: Int { numKeyHeads * keyHeadDim }
     package var valueWidth: Int { numValueHeads * valueHeadDim }
-    /// The total width of q, k and v.
     package var convolutionWidth: Int { 2 * keyWidth + valueWidth }
 }
 
@@ -73,13 +62,7 @@ package struct ShortConvolutionMixer: Decodable, Sendable, Equatable {
     let kernelSize: Int
 }
 
-/// The Mamba-2 state-space model ([Dao & Gu](https://arxiv.org/abs/2405.21060)). One projection computes z, xBC and dt. Each group of heads shares B
-/// and C, and each head has its own S and o:
-///
-///     u, B, C = silu(conv(xBC) + bias)
-///     S ← exp(−exp(A_log) Δ) S + Δ u Bᵀ    Δ = softplus(dt + dt_bias)
-///     o = S C + D u
-///     x_mid = x + out(norm(o ∘ silu(z)))
+/// The Mamba-2 state-space model ([Dao & Gu](https://arxiv.org/abs/2405.21060)). One projection computes z, xBC and dt.
 package struct Mamba2Mixer: Decodable, Sendable, Equatable {
     let modules: [Module]
     package let numHeads: Int
@@ -87,11 +70,9 @@ package struct Mamba2Mixer: Decodable, Sendable, Equatable {
     package let numGroups: Int
     package let stateSize: Int
     let kernelSize: Int
-    /// The ε of the RMSNorm.
     package let normEps: Float
 
     package var width: Int { numHeads * headDim }
-    /// The total width of u, B and C.
     package var convolutionWidth: Int { width + 2 * numGroups * stateSize }
 }
 
@@ -126,7 +107,6 @@ extension Mixer {
         }
     }
 
-    /// Returns the input size of the output projection.
     package func mixerWidth(hidden: Int) -> Int {
         switch self {
         case .attention(let mixer): mixer.queryWidth
@@ -136,7 +116,6 @@ extension Mixer {
         }
     }
 
-    /// Returns the mixer's arrays besides its linear layers.
     func arrays(hidden: Int) -> [Weight] {
         switch self {
         case .attention(let mixer):
@@ -163,7 +142,6 @@ extension Mixer {
         }
     }
 
-    /// Returns whether the values are within bounds and fit together.
     func isConsistent(hidden: Int) -> Bool {
         func areCounts(_ numbers: [Int]) -> Bool { numbers.allSatisfy { (1...(1 << 12)).contains($0) } }
         func areWidths(_ numbers: [Int]) -> Bool { numbers.allSatisfy { (1...(1 << 20)).contains($0) } }

@@ -12,18 +12,14 @@ package protocol MapHolder: AnyObject {
 package struct ModelBundle {
     package let url: URL
     package let manifest: Manifest
-    /// The token streams by split. Their files are in `dataFolder`.
     private let splits: [String: Manifest.Tokens]
     private let dataFolder: URL
-    /// The modification times of the weight files when they were checked.
     private var modified = [String: Duration]()
-    /// The processor that computes.
     package let device: Backend
     /// The processor whose code path is taken: `device`. Tests replace it.
     package var backend: Backend
     /// The dtype of activations: that of `device`. Tests and self-checks replace it.
     package var dtype: DType
-    /// For each block, the index of its kind in the manifest's `blocks`.
     package let kinds: [Int]
     package let maps = Maps()
 
@@ -31,7 +27,6 @@ package struct ModelBundle {
     /// them again.
     package final class Maps {
         package var areKept = false { didSet { if !areKept { release() } } }
-        /// Weak references to the objects that keep arrays backed by maps.
         private var holders = [() -> (any MapHolder)?]()
         fileprivate var words = [String: MLXArray]()
         fileprivate(set) var mapped = [String: Int]()
@@ -52,9 +47,7 @@ package struct ModelBundle {
     /// Opens a bundle, and checks its manifest and the size of every file. Does not use MLX.
     ///
     /// - Parameters:
-    ///   - url: the bundle's folder.
     ///   - text: a folder of tokenized text, to train on in place of the bundle's own text (see `TokenFolder`).
-    ///   - device: the processor that computes; nil: this machine's standard processor.
     ///   - checksums: whether to check the SHA-256 of every file too, which takes seconds for gigabytes.
     package init(url: URL, text: URL? = nil, device: Backend? = nil, checksums: Bool = true) throws {
         self.url = url
@@ -136,7 +129,6 @@ package struct ModelBundle {
 
     package func withHead<R>(_ body: (PackedWeights) throws -> R) throws -> R { try withWeights(manifest.head, body) }
 
-    /// Returns the weight file of block `index`.
     package func file(ofBlock index: Int) -> Manifest.PackedFile { manifest.blocks[kinds[index]].file(index) }
 
     package static func blockFile(_ index: Int) -> String { String(format: "blocks/%02d.bin", index) }
@@ -195,12 +187,10 @@ package struct ModelBundle {
         return try digest(entry, in: url, sums: sums)
     }
 
-    /// Returns a digest of the data that `tokens(in:)` reads, or nil if there are none.
     package func dataDigest(in folder: URL) throws -> String? {
         try TokenFolder.entries(in: folder)["train"].map { try digest($0, in: folder) }
     }
 
-    /// - Parameter sums: known SHA-256 digests by path. A file whose digest is known is not read.
     private func digest(_ entry: Manifest.Tokens, in folder: URL, sums: [String: String] = [:]) throws -> String {
         let files = [
             ("tokens", entry.file), ("examples", entry.examples?.file), ("mask", entry.mask), ("labels", entry.labels),
@@ -215,12 +205,10 @@ package struct ModelBundle {
 
     // MARK: - Data
 
-    /// Returns the memory-mapped tokens of a split (`train`, `valid`, `test`), or nil if there is no such split.
     package func tokens(_ split: String) throws -> TokenStream? {
         try splits[split].map { try tokens($0, split, in: dataFolder) }
     }
 
-    /// Returns the memory-mapped training tokens of a folder that `TextData` or `mesp train` wrote.
     package func tokens(in folder: URL) throws -> TokenStream {
         guard let entry = try TokenFolder.entries(in: folder)["train"] else {
             throw MeSPError("\(folder.path) holds no tokens; tokenize the text again.")
@@ -254,7 +242,6 @@ package struct ModelBundle {
 }
 
 extension Manifest {
-    /// A digest of the weight files.
     package var weightsDigest: String {
         let weights = Set(weightFiles.map(\.file))
         return digestOfAll(files.filter { weights.contains($0.path) }.map { "\($0.path) \($0.sha256)" })

@@ -1,4 +1,3 @@
-/// A weight matrix in the formulas of a block.
 package enum Projection: String, Decodable, CaseIterable, Sendable {
     /// Projections of attention. g computes one gate per head.
     case q, k, v, g, o
@@ -6,10 +5,8 @@ package enum Projection: String, Decodable, CaseIterable, Sendable {
     case qkv, z, b, a
     /// The input projection of a short convolution or Mamba-2, with three consecutive parts.
     case `in`
-    /// The output projection of a mixer other than attention.
     case out
     case gate, up, down
-    /// Projections of the per-layer token embeddings.
     case perLayerGate = "ple_gate"
     case perLayerOut = "ple_out"
     case expertGate = "expert_gate"
@@ -24,7 +21,6 @@ package struct Module: Decodable, Sendable, Equatable {
     package let name: String
     package let projections: [Projection]
 
-    /// Whether the module stacks one matrix per expert.
     package var isStacked: Bool { [.expertGate, .expertUp, .expertDown].contains(projections.first) }
 
     /// The last part of the name without `_proj`, such as `q` or `gate_up`. For experts it is `experts`.

@@ -11,7 +11,6 @@ import MeSPSentences
 /// From system version 26.2 on, MLX uses them for matrix products. Until a self-check has passed on the device, `hide` gives MLX the name of an older
 /// GPU generation, so that MLX uses other kernels.
 package final class NeuralAccelerators: @unchecked Sendable {
-    /// The neural accelerators of this device.
     package static let current = NeuralAccelerators(
         architecture: systemArchitecture, system: ProcessInfo.processInfo.operatingSystemVersion,
         record: supportFolder.appendingPathComponent("MeSP/neural-accelerators"))
@@ -19,7 +18,6 @@ package final class NeuralAccelerators: @unchecked Sendable {
     package enum State: String, Sendable {
         /// MLX does not use neural accelerators here, or the environment sets the GPU's architecture.
         case absent
-        /// The neural accelerators are hidden from MLX, because no self-check has passed.
         case off
         case checking
         /// A self-check has failed. MLX uses the neural accelerators until the process ends.
@@ -27,19 +25,13 @@ package final class NeuralAccelerators: @unchecked Sendable {
         case on
     }
 
-    /// The environment variable that overrides the GPU's architecture in MLX.
     static let variable = "MLX_METAL_GPU_ARCH"
 
     private let architecture: String
-    /// The file that records the last self-check that passed.
     private let record: URL
     private let lock = NSLock()
     private var present: State  // guarded by the lock
 
-    /// - Parameters:
-    ///   - architecture: Metal's name of the GPU's architecture, or nil without a GPU.
-    ///   - system: the version of the operating system.
-    ///   - record: the file that records the last self-check that passed.
     init(architecture: String?, system: OperatingSystemVersion, record: URL) {
         (self.architecture, self.record) = (architecture ?? "", record)
         guard Self.areUsed(of: self.architecture, system), getenv(Self.variable) == nil else {
@@ -57,7 +49,6 @@ package final class NeuralAccelerators: @unchecked Sendable {
 
     package var state: State { lock.withLock { present } }
 
-    /// The reason why this process must not use the GPU, or nil if it may.
     package var refusal: Sentence? {
         state == .failed
             ? "The self-check of this GPU's neural accelerators did not pass, and MLX uses them until the process ends; restart the app or the command, which then works without them."
@@ -73,7 +64,6 @@ package final class NeuralAccelerators: @unchecked Sendable {
         }
     }
 
-    /// Ends the check that `beginCheck` began, and records a pass for later processes.
     package func endCheck(hasPassed: Bool) {
         lock.withLock {
             guard present == .checking else { return }

@@ -5,20 +5,16 @@ package struct PackedWeights {
     package let words: MLXArray
     package let arrays: [Manifest.PackedArray]
     package let backend: Backend
-    /// The cache of views, or nil for no cache.
     package var views: Views?
 
-    /// A cache of views by name, for repeated use of the same weights.
     package final class Views {
         fileprivate var arrays = [String: MLXArray]()
 
         package init() {}
     }
 
-    /// These weights for computation on the CPU.
     package var onCPU: PackedWeights { PackedWeights(words: words, arrays: arrays, backend: .cpu) }
 
-    /// Returns the named array, or with `number` one matrix of a stack. Returns nil if there is no such array.
     package func array(_ name: String, _ number: Int? = nil) -> MLXArray? {
         let key = number.map { "\(name) \($0)" } ?? name
         if let known = views?.arrays[key] { return known }
@@ -30,25 +26,18 @@ package struct PackedWeights {
         return view
     }
 
-    /// The named array, which must exist.
     package subscript(name: String, number: Int? = nil) -> MLXArray {
         guard let array = array(name, number) else { preconditionFailure("no array \(name) in the layout") }
         return array
     }
 }
 
-/// The quantization of a matrix, derived from the shapes of its arrays.
 package struct QuantizationFormat {
     package let bits: Int
     package let groupSize: Int
     package let mode: QuantizationMode
 
     /// Derives the format. Returns nil if MLX has no such format.
-    /// - Parameters:
-    ///   - inputs: the number of weights in a row.
-    ///   - words: the number of 32-bit words in a row.
-    ///   - groups: the number of scales in a row.
-    ///   - hasBiases: whether there are biases, which only affine quantization has.
     package init?(inputs: Int, words: Int, groups: Int, hasBiases: Bool) {
         guard words > 0, groups > 0, words * 32 % inputs == 0, inputs % groups == 0 else { return nil }
         (bits, groupSize) = (words * 32 / inputs, inputs / groups)

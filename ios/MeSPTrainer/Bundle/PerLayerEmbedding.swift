@@ -4,7 +4,6 @@
 /// The block's output is the sum multiplied by `layer_scalar`.
 package struct PerLayerEmbedding: Decodable, Sendable, Equatable {
     let modules: [Module]
-    /// The size of p.
     package let size: Int
 
     func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {

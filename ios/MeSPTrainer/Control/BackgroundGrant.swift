@@ -1,4 +1,3 @@
-/// A kind of background time that the system has granted.
 public enum BackgroundGrant: String, Sendable, CaseIterable {
     /// Time with the GPU to continue a run that the person started (`BGContinuedProcessingTask`).
     case continuedOnGPU

@@ -27,7 +27,6 @@ package final class BoundaryGate: @unchecked Sendable {
 
     package init() {}
 
-    /// The number of boundaries that the work has passed, such as those between blocks.
     package var boundaries: Int { condition.withLock { passes } }
 
     /// - Parameter isWithdrawn: whether iOS may refuse the GPU to this work, which uses it.
@@ -38,7 +37,6 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// The last known state of the battery, or nil.
     package var battery: Battery? {
         get { condition.withLock { lastBattery } }
         set { condition.withLock { lastBattery = newValue } }
@@ -46,7 +44,6 @@ package final class BoundaryGate: @unchecked Sendable {
 
     package func warnOfMemory() { condition.withLock { memoryWarned = true } }
 
-    /// Returns whether a memory warning has arrived since the last call.
     package func takeMemoryWarning() -> Bool {
         condition.withLock {
             defer { memoryWarned = false }
@@ -113,8 +110,6 @@ package final class BoundaryGate: @unchecked Sendable {
     }
 
     /// Runs `body` on the thread for work with MLX. `body` calls `pass` before its first work with MLX, and at each boundary.
-    ///
-    /// - Returns: the messages that `body` sends.
     package func start<Message: Sendable>(
         _ name: String, sending: Message.Type,
         _ body: @escaping @Sendable (_ send: @escaping @Sendable (Message) -> Void) throws -> Void
@@ -133,7 +128,6 @@ package final class BoundaryGate: @unchecked Sendable {
         return messages
     }
 
-    /// Returns when the thread waits at the gate or has ended.
     package func restBegins() async {
         await withCheckedContinuation { rest in atWork.notify(queue: .global()) { rest.resume() } }
     }

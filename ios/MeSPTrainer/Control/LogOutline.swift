@@ -6,14 +6,11 @@ import MeSPSentences
 /// The outline of a run, read from the beginning and the end of its log.
 public struct LogOutline: Sendable {
     package let start: LogRecord.Start?
-    /// The number of the last finished step.
     public let lastStep: Int
     /// The loss of the last finished step; nil if the part of the log that was read has no step.
     public let lastLoss: Float?
-    /// The reason why the run ended, or nil if the log's last record is not an `end` record.
     package let end: LogRecord.End.Reason?
 
-    /// The number of bytes to read at each end of the log.
     private static let piece = 1 << 16
 
     /// Reads the log in a run's folder. Ignores an incomplete last line.

@@ -3,7 +3,6 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// The records of a run's log so far, grouped by kind.
 public struct LogSummary: Sendable {
     public struct Event: Sendable, Identifiable {
         public let id: Int
@@ -12,7 +11,6 @@ public struct LogSummary: Sendable {
         public let message: Sentence
     }
 
-    /// A point of a curve.
     public struct Point: Sendable, Identifiable {
         /// The last step of the averaged interval.
         public let id: Int
@@ -26,7 +24,6 @@ public struct LogSummary: Sendable {
     public var events = [Event]()
     public var strength: LogRecord.Strength?
     package var end: LogRecord.End?
-    /// The largest memory footprint of a step so far, in bytes.
     package private(set) var peakFootprintBytes = 0
 
     package init() {}
@@ -55,7 +52,6 @@ public struct LogSummary: Sendable {
         }
     }
 
-    /// The number of the last finished step.
     public var lastStep: Int { steps.last?.step ?? end?.step ?? 0 }
 
     /// The upper median of the durations of the last 20 steps in seconds, or nil before the first step.
@@ -64,7 +60,6 @@ public struct LogSummary: Sendable {
         return last.isEmpty ? nil : last[last.count / 2]
     }
 
-    /// Returns the estimated seconds until `steps` steps are finished, or nil before the first step.
     package func secondsLeft(of steps: Int) -> Double? { stepSeconds.map { $0 * Double(max(0, steps - lastStep)) } }
 
     /// The input tokens per second over the last 20 steps, or nil before the first step. A step whose record has no count of input tokens counts with
@@ -80,7 +75,6 @@ public struct LogSummary: Sendable {
         return seconds > 0 ? Double(last.reduce(0) { $0 + count($1) }) / seconds : nil
     }
 
-    /// The largest memory footprint in bytes, or nil if the log has none.
     public var peakFootprint: Int? {
         (steps.map(\.footprintPeakBytes) + [end?.footprintPeakBytes].compactMap { $0 }).max()
     }
@@ -106,7 +100,6 @@ public struct LogSummary: Sendable {
 }
 
 extension LogRecord {
-    /// Reads the records in a run's folder with their times. Ignores an incomplete last line.
     static func readAll(in folder: URL) throws -> [(record: LogRecord, time: Date)] {
         let url = LogWriter.url(in: folder)
         guard let data = regularFile(url) else {

@@ -10,9 +10,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
     case away
     case memory
     case heat
-    /// The battery is low and not charging.
     case battery
-    /// Low Power Mode is on, and the device does not charge.
     case lowPower
     /// The device does not charge, as overnight background time requires.
     case charger
@@ -30,7 +28,6 @@ public enum PauseReason: String, Sendable, CaseIterable {
         }
     }
 
-    /// A sentence about what ends the pause.
     package var remedy: Sentence {
         switch self {
         case .user: "Resume it to continue."
@@ -58,7 +55,6 @@ extension PauseReason {
     /// or Low Power Mode is on, and the battery is not charging. iOS refuses the GPU to a background app without `continuedOnGPU`. An inactive app may soon be in the background.
     ///
     /// - Parameters:
-    ///   - usesGPU: whether the run uses the GPU.
     ///   - battery: the state of the battery, or nil if there is none or it is unknown. Then nothing waits for the battery or the charger.
     static func reasons(
         scene: AppScene = .active, usesGPU: Bool = true, grant: BackgroundGrant? = nil,

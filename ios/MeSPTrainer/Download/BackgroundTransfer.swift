@@ -125,7 +125,6 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         return file.path.hasPrefix(folder) ? String(file.path.dropFirst(folder.count)) : file.path
     }
 
-    /// Returns the file that a task receives; nil if the task has no description.
     private func file(of task: URLSessionTask) -> URL? {
         task.taskDescription.map { URL(fileURLWithPath: $0, relativeTo: home).absoluteURL }
     }
@@ -142,7 +141,6 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         lock.withLock { task.taskDescription.flatMap { pendingFiles[$0] } }.flatMap { $0.task == task ? $0 : nil }
     }
 
-    /// Ends the wait of a task's caller, if there is one.
     private func end(_ task: URLSessionTask, _ result: Result<Void, any Error>) {
         guard let pendingFile = findPendingFile(of: task), let name = task.taskDescription,
             lock.withLock({ pendingFiles.removeValue(forKey: name) }) != nil

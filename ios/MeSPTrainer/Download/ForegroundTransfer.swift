@@ -6,7 +6,6 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// Receives files while the process runs.
 struct ForegroundTransfer: Transfer {
     let filesAtOnce = 1
 
@@ -30,7 +29,6 @@ struct ForegroundTransfer: Transfer {
 }
 
 private final class ResponseWriter: NSObject, URLSessionDataDelegate, @unchecked Sendable {
-    /// The size of the file before the request.
     let offset: Int
     private let requested: RequestedFile
     private let file: FileHandle

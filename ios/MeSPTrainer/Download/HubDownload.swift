@@ -10,17 +10,11 @@ import MeSPSentences
 
 /// A download of a bundle, or of a model in MLX's format that `MeSPImport` can convert, from the Hugging Face Hub.
 ///
-///     let download = try HubDownload(repository: "mlx-community/Qwen2.5-0.5B-Instruct-4bit")
-///     let offer = try await download.fetchOffer()
-///     try await download.fetch(offer, to: folder) { bytes in … }
-///
 /// A repository with a manifest.json holds a bundle. Of other repositories, the files that an import needs are downloaded. A file is refused if its
 /// size or a known SHA-256 differs from the bundle's manifest or the repository's file list. `fetch` resumes an interrupted download.
 public struct HubDownload: Sendable {
-    /// The repository, as `owner/name`.
     package let repository: String
     private let hub: URL
-    /// The timeout of a connection without data, in seconds.
     private let patience: Double
     private let transfer: any Transfer
     /// The maximum number of attempts without progress.
@@ -28,7 +22,6 @@ public struct HubDownload: Sendable {
 
     /// - Parameters:
     ///   - repository: the repository, as `owner/name` or as its address on the Hub.
-    ///   - hub: the Hub's address.
     ///   - patience: the timeout of a connection without data, in seconds.
     ///   - background: a transfer that receives files even while the app is suspended; nil to receive files only while the process runs.
     public init(
@@ -49,13 +42,10 @@ public struct HubDownload: Sendable {
         transfer = background ?? ForegroundTransfer()
     }
 
-    /// The name of the bundle and of its folder.
     package var name: String { String(repository.split(separator: "/")[1]).replacing(/[-_.]mesp$/, with: "") }
 
     // MARK: - Fetching
 
-    /// Returns the bundle or the model in the repository, after a check that this build supports it.
-    ///
     package func fetchOffer() async throws -> Offer {
         do {
             do {
@@ -97,10 +87,8 @@ public struct HubDownload: Sendable {
 
     /// The maximum size of a config.json or a README.md, in bytes.
     private static let largestText = 1 << 20
-    /// The maximum number of files in a repository.
     private static let mostFiles = 1000
 
-    /// Returns the names, sizes and known digests of a repository's files, and their commit.
     private func fetchFileList() async throws -> (commit: String, files: [Offer.File]) {
         struct List: Decodable {
             struct File: Decodable {
@@ -110,7 +98,6 @@ public struct HubDownload: Sendable {
                 }
                 let rfilename: String
                 let size: Int?
-                /// The entry in Git LFS; nil for a file outside of Git LFS.
                 let lfs: LargeFile?
             }
             let sha: String
@@ -154,8 +141,6 @@ public struct HubDownload: Sendable {
     /// the next call resumes it.
     ///
     /// - Parameters:
-    ///   - offer: the result of `fetchOffer()`.
-    ///   - folder: the folder for the files, which need not exist yet.
     ///   - usesAnyNetwork: whether to use networks that cost extra or are in Low Data Mode. If not, a background transfer waits for another network,
     ///     and other transfers fail.
     ///   - progress: receives the number of bytes that this and earlier calls have downloaded so far.
@@ -240,7 +225,6 @@ public struct HubDownload: Sendable {
         return try await isSound(url, file)
     }
 
-    /// Returns whether the file's SHA-256 is right or unknown.
     private static func isSound(_ url: URL, _ file: Offer.File) async throws -> Bool {
         guard let digest = file.sha256 else { return true }
         return try await Task.detached { try sha256(of: url) }.value == digest
@@ -299,7 +283,6 @@ public struct HubDownload: Sendable {
     }
 }
 
-/// The number of received bytes over all files.
 private final class ByteCount: Sendable {
     private let lock = NSLock()
     private nonisolated(unsafe) var bytes = [String: Int]()  // guarded by the lock

@@ -10,7 +10,6 @@ extension HubDownload {
         package struct File: Codable, Sendable {
             package let path: String
             package let size: Int
-            /// The SHA-256 in hexadecimal; nil if it is unknown.
             package let sha256: String?
 
             /// Whether the path stays inside a folder, the size is at most 1 TiB, and a known SHA-256 has 64 hexadecimal digits.
@@ -20,31 +19,24 @@ extension HubDownload {
             }
         }
 
-        /// A model in MLX's format. The device converts the model into a bundle after the download.
         package struct Model: Codable, Sendable {
             package let commit: String
             let config: Data
-            /// The contents of README.md; nil if the repository has none.
             let card: Data?
-            /// The backend of the bundle; nil for the default of `ModelImport`.
             let files: [File]
         }
 
-        /// The repository, as `owner/name`.
         package let repository: String
         /// The manifest of the bundle. For a model, the manifest of the bundle that the device makes.
         public let manifest: Manifest
         let commit: String?
-        /// The model; nil for a bundle.
         package let model: Model?
         /// The bytes of the bundle's manifest file; nil for a model.
         let json: Data?
-        /// The files to download, besides the manifest.
         let files: [File]
 
         /// Whether the offer is a model in MLX's format. A model is converted after the download.
         package var isModel: Bool { model != nil }
-        /// The size of the download, in bytes.
         public var size: Int { files.reduce(json?.count ?? 0) { $0 + $1.size } }
         /// The size of the bundle on the device, in bytes. For a model, the size is an estimate.
         public var bundleSize: Int {
@@ -70,18 +62,12 @@ extension HubDownload {
             return scheme == "https" ? URL(string: link) : nil
         }
 
-        /// Creates the offer of a bundle.
-        ///
-        /// - Throws: `MeSPError` if this build cannot use the bundle.
         init(repository: String, json: Data, commit: String?) throws {
             (self.repository, self.json, self.commit, model) = (repository, json, commit, nil)
             manifest = try Manifest.read(json, of: repository)
             files = manifest.files.map { File(path: $0.path, size: $0.size, sha256: $0.sha256) }
         }
 
-        /// Creates the offer of a model.
-        ///
-        /// - Throws: `MeSPError` if this build cannot convert the model.
         init(repository: String, model: Model) throws {
             (self.repository, json, commit, self.model, files) = (repository, nil, model.commit, model, model.files)
             try Self.check(files, commit: model.commit, of: repository)

@@ -5,12 +5,10 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// A request for a file of a repository.
 struct RequestedFile: Sendable {
     let request: URLRequest
     /// The file on the device. It may already hold the first bytes.
     let file: URL
-    /// The maximum size of the file, in bytes.
     let limit: Int
     let path: String
     let repository: String

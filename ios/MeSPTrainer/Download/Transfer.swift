@@ -7,7 +7,6 @@ import MeSPSentences
 #endif
 
 protocol Transfer: Sendable {
-    /// The maximum number of simultaneous requests.
     var filesAtOnce: Int { get }
     /// Receives the missing bytes of the requested file.
     ///

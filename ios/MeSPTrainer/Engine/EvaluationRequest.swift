@@ -5,7 +5,6 @@ import MeSPSentences
 
 /// A request to `mesp-engine evaluate`: one line of JSON, with its kind in `type`.
 enum EvaluationRequest: Decodable, Sendable {
-    /// A request for the log-likelihoods of several continuations of a prompt.
     case choices(Choices)
     case text(Text)
     case generate(Texts)
@@ -16,7 +15,6 @@ enum EvaluationRequest: Decodable, Sendable {
     }
 
     struct Texts: Decodable, Sendable {
-        /// The maximum number of texts that are generated at the same time.
         let atOnce: Int
         let requests: [Generator.Request]
     }
@@ -26,11 +24,6 @@ enum EvaluationRequest: Decodable, Sendable {
         let window: Int
     }
 
-    /// Decodes a request.
-    ///
-    /// - Parameters:
-    ///   - line: the request as JSON, with keys in snake case.
-    ///   - number: the line's number, for error messages.
     init(line: String, number: Int) throws {
         let decoder = JSONDecoder.snakeCase
         do {

@@ -93,7 +93,6 @@ private final class Outcome: @unchecked Sendable {
     private let lock = NSLock()
     private var lockedEnd: Result<Void, any Error>?
 
-    /// The result of the node; nil while it runs.
     var end: Result<Void, any Error>? {
         get { lock.withLock { lockedEnd } }
         set { lock.withLock { lockedEnd = newValue } }

@@ -105,7 +105,6 @@ func reward(_ groups: [AnswerGroup]) throws -> [[Float]] {
     return rewards
 }
 
-/// Opens the bundle and the adapters that a settings file names.
 func openModel(_ file: URL) throws -> Evaluator {
     struct Settings: Decodable {
         struct Adapters: Decodable {
@@ -210,7 +209,6 @@ func checkMachine(_ file: URL) throws {
     }
 }
 
-/// Prints one line of JSON with `type` and `fields`.
 func print(_ type: String, _ fields: any Encodable) throws {
     let line = try JSONEncoder.snakeCase.encode(JoinedObject(["type": type], fields)) + Data("\n".utf8)
     try FileHandle.standardOutput.write(contentsOf: line)

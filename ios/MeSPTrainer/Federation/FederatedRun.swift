@@ -9,12 +9,6 @@ import MeSPSentences
 
 /// A device's training run in one round of a federation. The run starts from the adapters in the server's message.
 ///
-///     try await node.run(report: show) { question in
-///         let round = try FederatedRun(question, bundle: bundle, data: text)
-///         try train(round.settings)
-///         return try round.answer()
-///     }
-///
 /// `docs/federation.md` describes the content of messages, and the shapes of their arrays. An array holds the matrices A, or the matrices B, of one
 /// module in all trained blocks that have the module.
 package struct FederatedRun {
@@ -39,8 +33,6 @@ package struct FederatedRun {
     /// Reads a message and checks its settings. If no run is resumed, also checks its arrays and saves them as the run's first adapters.
     ///
     /// - Parameters:
-    ///   - question: the server's message.
-    ///   - bundle: a bundle of the model that the server names.
     ///   - data: a folder of tokens that `TextData` wrote; nil for the bundle's own text.
     ///   - memoryLimit: the limit of the peak memory footprint, in bytes. The server's limit applies too.
     /// - Throws: `MeSPError` if the message does not ask for a training of this model, or is invalid.
@@ -77,7 +69,6 @@ package struct FederatedRun {
     /// Returns the answer: the trained matrices, the loss and other metrics, and the device's name. If the server exchanges bfloat16, the answer has
     /// the changes of the matrices instead of the matrices.
     ///
-    /// - Parameter name: the name of this device in the answer; nil for the node's number.
     /// - Throws: `CancellationError` if the run has not finished; `MeSPError` if a received array is not among the trained matrices.
     package func answer(as name: String? = nil) throws -> FlowerRecords {
         let output = URL(fileURLWithPath: settings.output)
@@ -109,7 +100,6 @@ package struct FederatedRun {
 
     // MARK: - What the server may ask
 
-    /// Returns the settings of the run. If the folder already has a run, the settings resume that run.
     private static func settings(_ config: [String: FlowerValue], _ bundle: URL, in folder: URL) throws -> RunSettings {
         var given = [String: Any]()
         for (name, value) in config where RunSettings.federated.contains(name) {

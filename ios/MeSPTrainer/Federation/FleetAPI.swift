@@ -17,11 +17,9 @@ struct FleetAPI: Sendable {
     /// An error after which the same call may succeed later: the network failed, or the server is slow or busy.
     struct Unreachable: Error {
         let sentence: Sentence
-        /// Whether the server has answered.
         var hasAnswer = false
     }
 
-    /// An error response of the server, with one of Flower's error codes.
     struct Refusal: LocalizedError, Decodable {
         static let keyIsRegistered = 23
         static let registersByHand = 2001
@@ -33,12 +31,11 @@ struct FleetAPI: Sendable {
         var errorDescription: String? { detail }
     }
 
-    /// The maximum sizes of responses, in bytes. `mostOfObject` is for responses with an object. `mostBytes` is for other responses.
+    /// The maximum sizes of responses, in bytes.
     private static let mostOfObject = 6 << 20, mostBytes = 1 << 20
 
     /// Calls a function of the API.
     ///
-    /// - Parameter seconds: the time limit for the response, in seconds.
     /// - Throws: `Unreachable`, `Refusal` or `MeSPError`; `CancellationError` as soon as the task is cancelled.
     @discardableResult
     func call(_ name: String, within seconds: Double = 300, _ write: (inout ProtobufWriter) -> Void) async throws

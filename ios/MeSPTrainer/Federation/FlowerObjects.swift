@@ -103,7 +103,6 @@ struct FlowerObjectStore {
 // MARK: - Records as objects
 
 extension FlowerObjectStore {
-    /// The maximum size of an array's chunk, in bytes.
     private static let chunk = 5_242_880
     /// The maximum size, in bytes, of an object's body that lists the object's children.
     private static let mostOfNames = 1 << 20
@@ -134,7 +133,6 @@ extension FlowerObjectStore {
         return try add(named: trees, "ArrayRecord")
     }
 
-    /// Adds an object whose body maps the names of its children to their ids.
     private mutating func add(named trees: [String: FlowerObjectTree], _ type: String) throws -> FlowerObjectTree {
         let sorted = trees.sorted { $0.key < $1.key }
         return try add(type, children: sorted.map(\.value)) { _ in

@@ -1,7 +1,6 @@
 import Foundation
 import MeSPSentences
 
-/// The content of a Flower message: named records of arrays, metrics and settings.
 package struct FlowerRecords: Sendable, Equatable {
     package var arrays = [String: [String: FlowerArray]]()
     package var metrics = [String: [String: FlowerValue]]()
@@ -15,7 +14,6 @@ package struct FlowerRecords: Sendable, Equatable {
     }
 }
 
-/// A value in a record of metrics or settings.
 package enum FlowerValue: Sendable, Equatable {
     case double(Double)
     case int(Int64)
@@ -60,7 +58,6 @@ package enum FlowerValue: Sendable, Equatable {
 
 /// An array of numbers as in NumPy's `.npy` files, row-major and little-endian.
 package struct FlowerArray: Sendable, Equatable {
-    /// The element types of adapter arrays.
     package enum Kind: String, Sendable {
         case float32 = "<f4"
         /// The bits of bfloat16. NumPy has no bfloat16.
@@ -71,7 +68,6 @@ package struct FlowerArray: Sendable, Equatable {
     }
     package let kind: Kind
     package let shape: [Int]
-    /// The elements in row-major order, little-endian.
     package let data: Data
 
     /// - Precondition: `data` has the size that `kind` and `shape` require.

@@ -9,9 +9,6 @@ import Foundation
 protocol HTTPTransport: Sendable {
     /// Sends a request.
     ///
-    /// - Parameters:
-    ///   - most: the maximum size of the body, in bytes.
-    ///   - seconds: the time limit for the complete response, in seconds.
     /// - Throws: `HTTPFailure`; `CancellationError` as soon as the task is cancelled.
     func send(_ request: URLRequest, most: Int, within seconds: Double) async throws -> (Data, status: Int)
 }

@@ -13,7 +13,6 @@ import MeSPSentences
 
         init(file: URL) {}
 
-        /// Returns the key; nil if none is stored.
         func read() throws -> Data? {
             var found: CFTypeRef?
             let status = SecItemCopyMatching(

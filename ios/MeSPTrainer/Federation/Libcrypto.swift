@@ -13,9 +13,6 @@ import MeSPSentences
         nonisolated(unsafe) private static let library =
             dlopen("libcrypto.so.3", RTLD_NOW) ?? dlopen("libcrypto.so.1.1", RTLD_NOW)
 
-        /// Returns a function of libcrypto.
-        ///
-        /// - Parameter type: the function's type in OpenSSL's headers.
         static func function<F>(_ name: String, _ type: F.Type) throws -> F {
             guard let library, let function = dlsym(library, name) else {
                 throw MeSPError("OpenSSL's libcrypto is missing: on Debian, apt install libssl3.")

@@ -50,7 +50,6 @@ package struct NodeKey: Sendable {
         init(representation: Data) throws { key = try P256.Signing.PrivateKey(derRepresentation: representation) }
 
         var representation: Data { key.derRepresentation }
-        /// The public key as `SubjectPublicKeyInfo`, in DER. The last 65 bytes are the uncompressed point.
         var publicKey: Data { key.publicKey.derRepresentation }
         func signature(of message: Data) throws -> Data { try key.signature(for: message).derRepresentation }
     }

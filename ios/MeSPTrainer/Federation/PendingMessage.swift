@@ -69,7 +69,6 @@ struct PendingMessage {
 
     /// Checks the limits of a message.
     ///
-    /// - Parameter bytes: the total size of the objects, in bytes.
     /// - Throws: `MeSPError` if the size or the number of objects is too large.
     func check(_ tree: FlowerObjectTree, bytes: Int) throws {
         guard bytes <= mostBytes, tree.ids.count <= Self.mostObjects else { throw Self.tooLarge(mostBytes) }
@@ -89,7 +88,6 @@ struct PendingMessage {
         try writeDurably(content, to: objects.appendingPathComponent(id))
     }
 
-    /// Returns the records of the message, and the total size of its objects in bytes.
     func content(of tree: FlowerObjectTree) throws -> (FlowerRecords, bytes: Int) {
         var store = FlowerObjectStore()
         for id in tree.ids { try store.take(object(id), id: id) }

@@ -123,7 +123,6 @@ struct ProtobufMessage {
         if case .number(let number) = fields[field]?.last { number } else { 0 }
     }
 
-    /// Returns the value of an `sint64` field.
     func signed(_ field: Int) -> Int64 {
         let zigzag = number(field)
         return Int64(bitPattern: zigzag >> 1) ^ -Int64(bitPattern: zigzag & 1)

@@ -8,37 +8,29 @@ import MeSPSentences
 
 /// A client of a Flower federation. It joins a SuperLink, waits for messages, and sends answers.
 ///
-///     let node = try SuperNode(server: address, folder: folder, mostBytes: FederatedRun.mostBytes(bundle))
-///     try await node.run(report: show) { question in try await train(question) }
-///
 /// The received message and the unsent answer are saved in files, so a restarted node continues its work. The node drops a message that the server no
 /// longer waits for. If the content of a message cannot be read or answered, the node sends an answer that reports a failure.
 package struct SuperNode: Sendable {
-    /// An event to report to people.
     package enum Event: Sendable, Equatable {
         case joined(node: UInt64)
         case received(Question, bytes: Int)
         /// An answer has been sent. `bytes` excludes the objects that the server already had.
         case sent(Question, bytes: Int)
-        /// The server no longer waits for the answer to a message. The message was dropped.
+        /// The server no longer waits for the answer to a message.
         case dropped(Question, Sentence)
         /// A message could not be read or answered. The server learns of the failure but not of the reason.
         case failed(Question, String)
-        /// A message was skipped because its metadata or its object tree is invalid.
         case passedOver(Sentence)
         case waiting(Sentence)
-        /// The server can be reached again.
         case reached
     }
 
     package struct Question: Sendable, Equatable {
         package let id: String
-        /// The id of this node.
         package let node: UInt64
         /// The type: `train`, `evaluate` or `query`, optionally followed by a dot and a name.
         package let type: String
         package let run: UInt64
-        /// The name of the round in the server's app.
         package let group: String
         /// The time when the server's app created the message, by the server's clock.
         package let created: Date
@@ -56,7 +48,6 @@ package struct SuperNode: Sendable {
     struct Seconds: Sendable {
         /// The heartbeat interval that the node announces to the server. The node sends a heartbeat after 80% of this interval.
         var heartbeat = 30.0
-        /// The time between requests for a message.
         var poll = 3.0
         /// The time for which a node retries to activate its key. The server refuses a key for some time if its node ended without deactivation.
         var lease = 75.0
@@ -67,7 +58,6 @@ package struct SuperNode: Sendable {
     /// - Parameters:
     ///   - server: the address of a SuperLink, such as `https://links.example.org:8000`. An http address must be this machine's.
     ///   - folder: the folder for the node's files and, except on iOS, for its private key. It is created if necessary.
-    ///   - mostBytes: the maximum size of a message, in bytes.
     ///   - configuration: the session configuration, which sets the allowed networks.
     /// - Throws: an error if the address is not valid, or the folder or the key cannot be used.
     package init(
@@ -116,7 +106,6 @@ package struct SuperNode: Sendable {
     /// Takes part in the federation until the task is cancelled.
     ///
     /// - Parameters:
-    ///   - report: receives each event.
     ///   - answer: returns the answer to a message. The closure is called for one message at a time.
     /// - Throws: `CancellationError`; or another error, for example if the server refuses the node or another node uses the folder.
     package func run(
@@ -144,8 +133,6 @@ package struct SuperNode: Sendable {
     // MARK: - Being there
 
     /// Joins the server. Uses the previous id again if the server still knows this id.
-    ///
-    /// - Returns: the node's id.
     private func join(_ report: (Event) -> Void) async throws -> UInt64 {
         let (file, server) = (folder.appendingPathComponent("node.id"), api.server.absoluteString)
         let last = (try? String(contentsOf: file, encoding: .utf8))?.split(separator: "\n").map(String.init) ?? []

@@ -58,7 +58,6 @@ extension SuperNode {
         }
     }
 
-    /// The error for a message that the server no longer waits for.
     private struct Useless: Error {
         let why: Sentence
     }
@@ -123,9 +122,6 @@ extension SuperNode {
         if isNew { report(.received(question, bytes: bytes)) }
     }
 
-    /// Sends the answer.
-    ///
-    /// - Returns: the size of the sent objects, in bytes.
     private func send(_ pending: PendingMessage, _ node: UInt64, _ report: (Event) -> Void) async throws -> Int {
         guard let (metadata, tree) = try pending.reply else { return 0 }
         let pushed = try await call("push-messages", for: metadata, node, report) { message in

@@ -27,8 +27,6 @@ package func synchronize(folder: URL) -> Int32 {
 }
 
 /// Writes a file atomically. The new file replaces the file at `url` when the new file is completely on the disk.
-///
-/// - Parameter isInBackup: whether backups of the device may include the file.
 package func writeWhole(
     _ url: URL, mode: mode_t = 0o644, isInBackup: Bool = true, _ write: @escaping (FileHandle) throws -> Void
 ) throws {

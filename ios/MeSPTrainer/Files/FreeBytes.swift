@@ -14,7 +14,6 @@ extension URL {
 }
 
 extension Int {
-    /// The number of bytes as text in MB.
     package var megabytes: String { megabytes(.toNearestOrEven) }
 
     /// Returns the number of bytes as text in MB. Less than 10 MB have a decimal.

@@ -2,7 +2,6 @@ import Foundation
 import MeSPSentences
 
 extension JSONDecoder {
-    /// A decoder of JSON with keys in snake case.
     package static var snakeCase: JSONDecoder {
         let decoder = JSONDecoder()
         decoder.keyDecodingStrategy = .convertFromSnakeCase
@@ -11,7 +10,6 @@ extension JSONDecoder {
 }
 
 extension JSONEncoder {
-    /// An encoder that writes keys in snake case.
     package static var snakeCase: JSONEncoder {
         let encoder = JSONEncoder()
         encoder.keyEncodingStrategy = .convertToSnakeCase
@@ -19,7 +17,6 @@ extension JSONEncoder {
     }
 }
 
-/// A JSON object with the fields of several values.
 package struct JoinedObject: Encodable {
     private let parts: [any Encodable]
 
@@ -30,7 +27,6 @@ package struct JoinedObject: Encodable {
     }
 }
 
-/// Reads a settings file in JSON with keys in snake case.
 package func readSettings<Settings: Decodable>(_ url: URL) throws -> Settings {
     guard let json = shortFile(url, longest: Bounds.jsonBytes, followsLinks: true) else {
         throw MeSPError("Cannot read the settings file \(url.path).")

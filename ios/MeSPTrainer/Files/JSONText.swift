@@ -60,7 +60,6 @@ extension JSONValue {
             while let byte = next, [0x20, 0x0A, 0x0D, 0x09].contains(byte) { place += 1 }
         }
 
-        /// Skips `text` if it comes next. Returns whether it does.
         mutating func take(_ text: StaticString) -> Bool {
             let isNext = text.withUTF8Buffer { bytes[place...].starts(with: $0) }
             if isNext { place += text.utf8CodeUnitCount }

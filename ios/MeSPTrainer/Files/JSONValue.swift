@@ -1,6 +1,5 @@
 import Foundation
 
-/// A JSON value of any kind.
 package enum JSONValue: Codable, Sendable, Hashable {
     case null
     case bool(Bool)

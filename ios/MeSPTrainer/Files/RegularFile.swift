@@ -7,11 +7,6 @@ import MeSPSentences
 
 /// Opens a regular file. Refuses devices and pipes, which have no end. By default refuses symbolic links.
 ///
-/// - Parameters:
-///   - flags: the flags of `open`.
-///   - mode: the permissions of a new file.
-///   - followsLinks: whether to follow a symbolic link at `url`.
-/// - Returns: the file descriptor.
 /// - Throws: `MeSPError` with the reason, without the file's path.
 package func openRegularFile(_ url: URL, _ flags: Int32, mode: mode_t = 0o644, followsLinks: Bool = false) throws
     -> Int32
@@ -27,7 +22,6 @@ package func openRegularFile(_ url: URL, _ flags: Int32, mode: mode_t = 0o644, f
     return file
 }
 
-/// Returns the memory-mapped contents of a regular file; nil if it cannot be opened or mapped.
 package func regularFile(_ url: URL, followsLinks: Bool = false) -> Data? {
     guard let file = try? openRegularFile(url, O_RDONLY, followsLinks: followsLinks) else { return nil }
     defer { close(file) }
@@ -42,8 +36,6 @@ package func shortFile(_ url: URL, longest: Int, followsLinks: Bool = false) -> 
 }
 
 /// Creates a file for writing, after removing a file or a link at `url`.
-///
-/// - Returns: the file descriptor.
 package func openNewFile(_ url: URL, mode: mode_t = 0o644) throws -> Int32 {
     unlink(url.path)
     return try openRegularFile(url, O_WRONLY | O_CREAT | O_EXCL, mode: mode)
@@ -59,7 +51,6 @@ package func makeFolder(_ url: URL) throws {
     guard status.st_mode & S_IFMT == S_IFDIR else { throw MeSPError("it is not a folder") }
 }
 
-/// Creates a folder that does not exist yet, and the folders that it lies in if necessary.
 package func makeNewFolder(_ url: URL) throws {
     try FileManager.default.createDirectory(at: url.deletingLastPathComponent(), withIntermediateDirectories: true)
     guard mkdir(url.path, 0o777) == 0 else { throw MeSPError("\(lastError())") }
@@ -77,7 +68,6 @@ package func status(of file: Int32) -> (size: Int, modified: Duration)? {
     return (Int(status.st_size), .seconds(modified.tv_sec) + .nanoseconds(modified.tv_nsec))
 }
 
-/// Returns the memory-mapped contents of an open file; nil if the system reports an error.
 package func mapped(_ file: Int32) -> Data? {
     guard let size = status(of: file)?.size else { return nil }
     guard size > 0 else { return Data() }

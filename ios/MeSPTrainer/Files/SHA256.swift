@@ -12,7 +12,6 @@ package func sha256(_ data: Data) -> String {
     return hexadecimal(hash.finalize())
 }
 
-/// Returns the SHA-256 of a file's contents, in lower-case hexadecimal.
 package func sha256(of url: URL) throws -> String {
     guard let opened = try? openRegularFile(url, O_RDONLY) else { throw MeSPError("Cannot read \(url.path).") }
     let file = FileHandle(fileDescriptor: opened, closeOnDealloc: true)
@@ -23,7 +22,6 @@ package func sha256(of url: URL) throws -> String {
     return hexadecimal(hash.finalize())
 }
 
-/// Returns a digest in lower-case hexadecimal.
 package func hexadecimal(_ digest: some Sequence<UInt8>) -> String {
     digest.map { String(format: "%02x", $0) }.joined()
 }

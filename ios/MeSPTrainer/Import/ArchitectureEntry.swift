@@ -7,7 +7,6 @@ extension ConfigJSON {
     /// Returns the manifest's `architecture`, as JSON and decoded.
     ///
     /// - Parameters:
-    ///   - length: the maximum sequence length, in tokens.
     ///   - isTied: whether the output projection is the embedding; nil for the value in config.json.
     func architecture(length: Int, isTied: Bool? = nil) throws -> (entry: JSONValue, architecture: Architecture) {
         let byLayer = try mixersByLayer(length: length)

@@ -29,9 +29,6 @@ struct BundleLayout: Equatable {
 
     private static func aligned(_ words: Int) -> Int { (words + alignment - 1) / alignment * alignment }
 
-    /// Creates the layout of the file of block `index`.
-    ///
-    /// - Parameter dtype: returns the type of the array that is made from a tensor.
     init(
         _ block: BlockShape, _ index: Int, _ quantizations: Quantizations, dtype: (_ tensor: String) -> ElementType
     ) throws {
@@ -49,11 +46,6 @@ struct BundleLayout: Equatable {
         self.init(arrays)
     }
 
-    /// Creates the layout of the file of the embedding or the head.
-    ///
-    /// - Parameters:
-    ///   - hasNorm: whether the file also has the model's last norm.
-    ///   - dtype: returns the type of the array that is made from a tensor.
     init(
         _ architecture: Architecture, table: String, _ quantizations: Quantizations, hasNorm: Bool,
         dtype: (_ tensor: String) -> ElementType

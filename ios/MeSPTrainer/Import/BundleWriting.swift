@@ -8,11 +8,9 @@ import MeSPSentences
 #endif
 
 extension ModelImport {
-    /// An array of a weight file, and the tensor from which it is made.
     struct SourcedArray {
         let array: Manifest.PackedArray
         let tensor: SourceTensor
-        /// The conversion of the tensor; nil if its bytes are copied unchanged.
         let conversion: Conversion?
     }
 
@@ -22,7 +20,6 @@ extension ModelImport {
     /// the next call keeps the weight files that equal what it would write.
     ///
     /// - Parameters:
-    ///   - bundle: the folder.
     ///   - replaces: whether to replace an existing bundle that an import wrote. Its weight files that are the same are kept. Without this, `bundle`
     ///     must not exist yet.
     ///   - progress: receives the number of bytes written or kept so far, and how many of them were kept. The closure may throw an error to stop.
@@ -82,7 +79,6 @@ extension ModelImport {
         (try? readObject(folder.appendingPathComponent("manifest.json")))?["source"] != nil
     }
 
-    /// Moves the weight files of a bundle, and then the rest of it, into the folder for an incomplete bundle.
     private static func take(_ files: some Sequence<String>, from bundle: URL, into partial: URL) throws {
         for file in files {
             rename(bundle.appendingPathComponent(file).path, partial.appendingPathComponent(file).path)
@@ -90,7 +86,6 @@ extension ModelImport {
         try replace(partial.appendingPathComponent("replaced"), with: bundle)
     }
 
-    /// Removes the lock, and renames the complete bundle.
     private func finish(_ partial: URL, _ bundle: URL) throws {
         unlink(partial.appendingPathComponent(".lock").path)
         for folder in [partial.appendingPathComponent("blocks"), partial] {
@@ -105,12 +100,10 @@ extension ModelImport {
         return status(of: file)?.size
     }
 
-    /// Returns whether the folder is a bundle made from this model with these options.
     package func hasWritten(_ bundle: URL) -> Bool {
         (try? ModelBundle(url: bundle, checksums: false))?.manifest.source == identity
     }
 
-    /// Returns the folder for an incomplete bundle.
     package static func partial(of bundle: URL) -> URL {
         bundle.deletingLastPathComponent().appendingPathComponent(".importing-\(bundle.lastPathComponent)")
     }
@@ -135,7 +128,6 @@ extension ModelImport {
 
     // MARK: - Weights
 
-    /// Returns the arrays of a weight file, in the order of their offsets.
     func arrays(of file: Manifest.PackedFile) throws -> [SourcedArray] {
         let module: String
         let block = manifest.architecture.numHiddenLayers
@@ -210,7 +202,6 @@ extension ModelImport {
         return (described(&hash), false)
     }
 
-    /// Calls `body` with the contents of a weight file, in pieces of about 1 MiB.
     private func pieces(of file: Manifest.PackedFile, _ body: (Data) throws -> Void) throws {
         var (buffer, place) = (Data(), 0)
         func flush() throws {
@@ -235,7 +226,6 @@ extension ModelImport {
 
     // MARK: - Other files
 
-    /// Writes config.json, and copies the files in `copied`.
     private func writeOthers(into partial: URL) throws -> [BundleFile] {
         func write(_ name: String, _ data: Data) throws -> BundleFile {
             try writeWhole(partial.appendingPathComponent(name)) { try $0.write(contentsOf: data) }
@@ -245,7 +235,6 @@ extension ModelImport {
         return try [write("config.json", Data(config.json.utf8))] + copies
     }
 
-    /// Removes all files except the lock and the files to keep.
     private static func removeFiles(in folder: URL, but kept: Set<String>) throws {
         for path in try FileManager.default.subpathsOfDirectory(atPath: folder.path)
         where !kept.contains(path) && ![".lock", "blocks"].contains(path) {
@@ -253,7 +242,6 @@ extension ModelImport {
         }
     }
 
-    /// Removes a folder that holds only the import's lock.
     private static func removeEmpty(_ folder: URL) {
         rmdir(folder.appendingPathComponent("blocks").path)
         guard (try? FileManager.default.contentsOfDirectory(atPath: folder.path)) == [".lock"] else { return }

@@ -2,7 +2,6 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// A `config.json` of a supported model, with default values for missing keys.
 struct ConfigJSON {
     let modelType: String
     let family: PlainFamily
@@ -15,9 +14,6 @@ struct ConfigJSON {
 
     /// Completes and checks a config.json.
     ///
-    /// - Parameters:
-    ///   - model: the model's name or folder, for messages.
-    ///   - source: the argument of `mesp-export --model` for this model, for messages.
     /// - Throws: `MeSPError` if the model is not supported or a value is not valid.
     init(_ original: [String: JSONValue], of model: String, source: String) throws {
         self.original = original
@@ -60,7 +56,6 @@ struct ConfigJSON {
         return full == Array(stride(from: period, through: types.count, by: period)) ? .integer(period) : .null
     }
 
-    /// The manifest's name of the activation.
     var activation: String { PlainFamilies.activations[family.activation] ?? "silu" }
 
     // MARK: - Values
@@ -75,7 +70,6 @@ struct ConfigJSON {
     /// The largest count. The bytes of a model with these sizes are countable.
     static let mostCount = 1 << 22
 
-    /// Returns a count from 1 to `mostCount`.
     func count(_ key: String) throws -> Int {
         guard case .integer(let count) = try value(key), (1...Self.mostCount).contains(count) else {
             throw unusable("\(key)")
@@ -205,7 +199,6 @@ struct ConfigJSON {
         fields.merge(full.filter { RoPEScaling.keys.contains($0.key) }) { $1 }
     }
 
-    /// Returns an object; nil if the value is missing, or false in Python.
     private func object(_ key: String) throws -> [String: JSONValue]? {
         guard self[key].isTruthy else { return nil }
         guard let object = self[key].object else { throw unusable("\(key)") }

@@ -1,7 +1,6 @@
 import Foundation
 import MeSPFiles
 
-/// The licence in the front matter of a model card.
 struct ModelCard {
     /// The identifier of the licence; nil if the card has none. For the identifier `other`, the card may give a name and a link.
     private(set) var license: String?
@@ -42,7 +41,6 @@ struct ModelCard {
         return isOther || isConstant || isNumber ? nil : isLine(text)
     }
 
-    /// Returns the text if it is not empty and printable; otherwise nil.
     private static func isLine(_ text: String) -> String? {
         !text.isEmpty && text.isPrintable ? text : nil
     }

@@ -18,7 +18,6 @@ extension ModelImport {
         return url
     }
 
-    /// Returns the names of the files to copy, among `names`.
     static func copied(_ names: [String], from folder: URL) throws -> [String] {
         let copied = names.filter { PlainFamilies.tokenizerFiles.contains($0) || Manifest.isTerms($0) }
         guard copied.count <= Bounds.copiedFiles else {

@@ -3,18 +3,13 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// An import of a model in MLX's format (https://huggingface.co/mlx-community). It converts the model into a bundle on the device.
-///
-///     let model = try ModelImport(model: folder)
-///     print(model.size)
-///     try model.write(to: bundle) { bytes, kept in … }
+/// An import of a model in MLX's format (https://huggingface.co/mlx-community).
 ///
 /// The import supports the families in `PlainFamilies`. The bundle's weights equal, byte for byte, the weights that `mesp-export` writes from the
 /// same files. The bundle has no exported functions, so the trainer's own formulas compute its blocks.
 package struct ModelImport: Sendable {
     /// The bundle's manifest, without the list of copied files and without digests.
     package let manifest: Manifest
-    /// The notices to show before training.
     package let notices: [Sentence]
 
     let folder: URL
@@ -36,7 +31,6 @@ package struct ModelImport: Sendable {
     /// - Parameters:
     ///   - model: the folder, with config.json, model*.safetensors and tokenizer.json.
     ///   - id: the model's name on the Hub; nil for the folder's name.
-    ///   - revision: the model's commit on the Hub; nil if it is unknown.
     /// - Throws: `MeSPError` that names an unsupported or damaged part.
     package init(model: URL, id: String? = nil, revision: String? = nil) throws {
         guard FileManager.default.fileExists(atPath: model.appendingPathComponent("config.json").path) else {
@@ -86,11 +80,6 @@ package struct ModelImport: Sendable {
     package var size: Int { manifest.mappedBytes }
 
     /// Returns the manifest of the bundle that an import of a repository's model would write. The weights need not be downloaded.
-    ///
-    /// - Parameters:
-    ///   - config: the contents of config.json.
-    ///   - card: the contents of README.md; nil if it does not exist.
-    ///   - id: the repository, as `owner/name`.
     package static func manifest(
         config: Data, card: Data?, of id: String, revision: String?
     ) throws -> Manifest {
@@ -107,7 +96,6 @@ package struct ModelImport: Sendable {
         return try Manifest.read(Data(JSONValue.object(made).json.utf8), of: id)
     }
 
-    /// Returns the names of the repository's files that an import needs.
     package static func neededFiles(_ names: [String]) -> [String] {
         let weights = names.filter { $0.hasPrefix("model") && $0.hasSuffix(".safetensors") && !$0.contains("/") }
         let whole = weights.filter { $0 == "model.safetensors" }
@@ -248,7 +236,6 @@ struct BundleFile: Codable {
     }
 }
 
-/// Returns a JSON value without the keys that name Python code.
 func withoutCode(_ value: JSONValue) -> JSONValue {
     switch value {
     case .object(let fields):

@@ -20,7 +20,6 @@ func float32(ofFloat16 bits: UInt16) -> Float {
 
 enum Conversion {
     case numbers(NumberConversion)
-    /// A conversion of packed 1-bit codes into 2-bit codes.
     case to2Bits
 
     func convert(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {

@@ -59,7 +59,6 @@ struct PlainFamily: Sendable {
         }
     }
 
-    /// Returns the names of the linear layers in a manifest's list.
     static func modules(_ entry: JSONValue) -> [String] {
         entry.array?.compactMap { $0.array?.first?.string } ?? []
     }

@@ -2,7 +2,6 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// Computes RoPE's frequencies for the values of `rope_scaling` in a config.json.
 enum RoPEScaling {
     /// The keys that may also be beside `rope_parameters`.
     static let keys = ["rope_theta", "partial_rotary_factor"]
@@ -14,7 +13,6 @@ enum RoPEScaling {
         return type == "su" ? "longrope" : type  // an older name
     }
 
-    /// Checks a `rope_scaling`. Throws `MeSPError` for an unsupported type or key.
     static func check(_ scaling: [String: JSONValue], _ key: String) throws {
         let type = type(of: scaling)
         guard type != "common", let its = PlainFamilies.rope[type], let common = PlainFamilies.rope["common"] else {

@@ -15,7 +15,6 @@ struct Quantization: Equatable {
     /// Whether the codes have 1 bit. MLX on phones does not support 1 bit.
     var isOneBit: Bool { bits == 1 }
 
-    /// The quantization in the bundle: 1-bit codes become 2-bit codes with the same values.
     var inBundle: Self { isOneBit ? Self(bits: 2, groupSize: groupSize, mode: mode) : self }
 
     private var isSupported: Bool {
@@ -68,19 +67,12 @@ struct Quantizations {
     let main: Quantization
     /// The quantizations that config.json gives for single modules, by the module's name in MeSP; nil for a module without quantization.
     private let others: [String: Quantization?]
-    /// The `quantization` entry of the bundle's config.json.
     let entry: JSONValue
-    /// Whether the model has 1-bit codes. The bundle stores them with 2 bits.
     let hasOneBit: Bool
 
     private static let keys = ["bits", "group_size", "mode"]
     private static let modules = ["lm_head", "embed_tokens"]
 
-    /// Reads and checks the quantizations in a config.json.
-    ///
-    /// - Parameters:
-    ///   - model: the model's name, for messages.
-    ///   - source: the argument of `mesp-export --model` for this model, for messages.
     init(_ config: ConfigJSON, of model: String, source: String) throws {
         try Self.checkSections(config.original, of: model)
         guard let given = config.original["quantization"]?.object, !given.isEmpty else {
@@ -142,7 +134,6 @@ struct Quantizations {
         )
     }
 
-    /// Returns a `quantization` section with 2 bits in place of 1 bit.
     static func in2Bits(_ section: JSONValue) -> JSONValue {
         guard case .object(var fields) = section else { return section }
         fields = fields.mapValues { if case .object = $0 { in2Bits($0) } else { $0 } }

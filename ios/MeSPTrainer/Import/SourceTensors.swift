@@ -14,7 +14,6 @@ enum TensorType: String {
     case uint32 = "U32"
     case uint8 = "U8"
 
-    /// The type of a bundle's array with the same numbers.
     var element: ElementType {
         switch self {
         case .float32: .float32
@@ -39,7 +38,6 @@ enum TensorType: String {
 
 struct SourceTensor: Equatable {
     let file: URL
-    /// The offset of the tensor's first byte in the file.
     let offset: Int
     let type: TensorType
     let shape: [Int]
@@ -74,7 +72,6 @@ extension SourceTensor {
     }
 }
 
-/// The tensors in a model's folder, by their names in MeSP.
 struct SourceTensors {
     private let folder: URL
     private(set) var tensors = [String: SourceTensor]()
@@ -82,7 +79,6 @@ struct SourceTensors {
     private(set) var files = [(url: URL, size: Int, modified: Duration)]()
     /// The number of tensors of other parts of the model, such as a vision encoder.
     private(set) var leftOut = 0
-    /// Whether the head is the embedding.
     private(set) var isTied: Bool
 
     private static let (embedding, head) = ("model.embed_tokens.", "lm_head.")
@@ -105,7 +101,6 @@ struct SourceTensors {
         }
     }
 
-    /// Returns a tensor. Throws if the tensor is missing or has another shape.
     func tensor(_ name: String, _ shape: [Int]) throws -> SourceTensor {
         guard let tensor = tensors[name] else {
             throw MeSPError(
@@ -177,7 +172,6 @@ struct SourceTensors {
         !["", ".", ".."].contains(name) && !name.contains("/") && !name.contains("\0")
     }
 
-    /// Adds the tensors of a safetensors file.
     private mutating func add(_ file: URL, _ config: ConfigJSON, _ known: Set<String>) throws {
         let damaged = MeSPError("The weights \(file.path) are truncated or damaged; download the model again.")
         let opened: Int32
@@ -219,7 +213,6 @@ struct SourceTensors {
         }
     }
 
-    /// Returns the tensor of a header's entry; nil if the entry is invalid.
     private static func tensor(
         _ entry: JSONValue, _ type: TensorType, _ file: URL, start: Int, count: Int
     ) -> SourceTensor? {
@@ -304,7 +297,6 @@ struct SourceTensors {
     private static func list(_ shape: [Int]) -> String { "[\(shape.map(String.init).joined(separator: ", "))]" }
 }
 
-/// Returns the JSON object in a file.
 func readObject(_ url: URL) throws -> [String: JSONValue] {
     guard var text = shortFile(url, longest: Bounds.jsonBytes, followsLinks: true) else {
         throw MeSPError("it is not a regular file of at most \(Bounds.jsonBytes >> 20) MiB")

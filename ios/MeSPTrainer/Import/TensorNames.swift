@@ -1,6 +1,5 @@
 import Foundation
 
-/// Translates names of tensors in checkpoints to the names that MeSP uses.
 enum TensorNames {
     /// Returns MeSP's name for a checkpoint's tensor or module; nil if training does not use it.
     static func here(_ name: String, _ family: PlainFamily) -> String? {

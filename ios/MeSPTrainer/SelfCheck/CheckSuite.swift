@@ -14,7 +14,6 @@ final class CheckSuite {
 
     let bundle: ModelBundle
     let settings: SelfCheck.Settings
-    /// Whether this is the first use of MLX in the process.
     let isFirstUse: Bool
     var firstStepTaken: FirstStep?
     let atBlock: () throws -> Void
@@ -31,7 +30,6 @@ final class CheckSuite {
         (self.atBlock, self.tamper) = (atBlock, tamper)
     }
 
-    /// Returns the checks that the settings name; all checks if `settings.checks` is nil.
     func chosenChecks() throws -> [Check] {
         guard let names = settings.checks else { return checks }
         if let unknown = names.first(where: { name in !checks.contains { $0.name == name } }) {
@@ -84,7 +82,6 @@ final class CheckSuite {
     var longest: Int { bundle.manifest.seqLens.max() ?? 1 }
     var architecture: Architecture { bundle.architecture }
 
-    /// Returns the settings of a run with this sequence length, at rank 8 if the bundle supports it.
     func run(_ length: Int) -> RunSettings {
         var run = RunSettings(bundle: settings.bundle, output: "")
         run.usePaperUpdate()
@@ -93,7 +90,6 @@ final class CheckSuite {
         return run
     }
 
-    /// Returns a sequence of pseudorandom tokens. `number` determines them.
     func example(_ length: Int, number: Int = 0) -> Example {
         let tokens = (0...length).map { Int32(($0 * 7919 + number * 104_729 + 17) % architecture.vocabSize) }
         return Example(tokens: tokens, counted: Array(0..<length))

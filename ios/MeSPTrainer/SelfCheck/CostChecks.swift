@@ -4,7 +4,6 @@ import MeSPCore
 import MeSPSentences
 
 extension CheckSuite {
-    /// Returns the median time of an `eval` of a chain of additions, in seconds.
     private func timeChain(_ kernels: Int) throws -> Double {
         let one = MLXArray(Float(1))
         eval(one)
@@ -153,7 +152,6 @@ extension CheckSuite {
 
     private var productType: DType { bundle.device == .cpu ? .float32 : bundle.dtype }
 
-    /// Records the lowest of the rates of the forms of product that training uses.
     private func note(_ product: Product, _ rate: Double) {
         if (product == .dequantized) == !bundle.processor.dequantizesInProduct {
             constants.flopsPerSecond = min(constants.flopsPerSecond ?? rate, rate)

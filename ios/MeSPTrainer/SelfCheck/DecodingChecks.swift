@@ -7,7 +7,6 @@ import MeSPCore
 extension CheckSuite {
     typealias Fields = [String: any Sendable]
 
-    /// The kinds of mixers, each with its variants. A variant has the fields that describe a mixer in the manifest.
     static let mixers: [(name: String, variants: KeyValuePairs<String, Fields>)] = [
         (
             "attention",
@@ -83,7 +82,6 @@ extension CheckSuite {
     /// The number of tokens. It exceeds the chunk size of recurrent mixers and the sliding window.
     private static let decoded = ChunkDecays.chunk + 6
 
-    /// Compares a block's output, its state and the logits, for each variant of a mixer: one token at a time against all tokens at once.
     func checkDecoding(_ name: String, _ variants: KeyValuePairs<String, Fields>) throws -> Finding {
         let errors = try variants.flatMap { variant, mixer in
             try atBlock()

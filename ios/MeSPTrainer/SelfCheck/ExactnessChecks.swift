@@ -56,7 +56,6 @@ extension CheckSuite {
         return Double(try ((a - b).square().sum().sqrt() / b.square().sum().sqrt()).number(Float.self))
     }
 
-    /// Returns the largest error; NaN if an error is not finite, or if there are no errors.
     func worst(_ errors: [Double]) -> Double { errors.contains { !$0.isFinite } ? .nan : errors.max() ?? .nan }
 
     /// Returns the errors of the gradients of each module's A and B. Each is the largest error over the blocks.
@@ -77,7 +76,6 @@ extension CheckSuite {
         }
     }
 
-    /// Returns the mean loss, and the gradient `[P]` of each trained block.
     private func gradients(_ trainer: Trainer) throws -> (loss: Float, gradients: [Int: MLXArray]) {
         let example = example(trainer.model.settings.seqLen)
         let weight = 1 / Float(example.counted.count)
@@ -89,7 +87,6 @@ extension CheckSuite {
     // MARK: - Comparisons with other computations of the same numbers
 
     func checkBlockOutputs() throws -> Finding {
-        /// The first block of each kind that has exported functions.
         let blocks = bundle.manifest.blocks.filter(\.hasFunctions).map { $0.layers[0] }
         let trainer = try makeTrainer(run(shortest))
         let model = trainer.model
@@ -126,7 +123,6 @@ extension CheckSuite {
             "The outputs of the block function", with: "those of the formulas on the CPU", found)
     }
 
-    /// Returns the function that a run calls: in the forward pass on a GPU, and for MeBP's gradients on a CPU.
     private func function(
         _ block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ records: [Range<Int>]?
     ) throws -> BlockFunction? {
@@ -161,7 +157,6 @@ extension CheckSuite {
         }
     }
 
-    /// Returns the output of a block, computed on the device.
     private func output(
         _ block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.SequenceContext
     ) throws -> MLXArray {
@@ -170,7 +165,6 @@ extension CheckSuite {
         }
     }
 
-    /// Computes the shared keys and values of earlier blocks from x, and adds them to the context.
     func addKeysAndValues(
         before block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.SequenceContext
     ) throws {
@@ -179,7 +173,6 @@ extension CheckSuite {
         }
     }
 
-    /// Returns the input of the first trained block, `[1, T, hidden]`, computed on the device, and the context of the sequence.
     func inputOfTrained(_ trainer: Trainer) throws -> (x: MLXArray, context: BlockwiseModel.SequenceContext) {
         let model = trainer.model
         var x = try model.embed(example(shortest))
@@ -190,7 +183,6 @@ extension CheckSuite {
         return (x, context)
     }
 
-    /// Returns the mean loss, and the gradient `[P]` of each trained block, by the formulas on the CPU.
     func gradientsOnCPU(
         _ trainer: Trainer, _ input: (x: MLXArray, context: BlockwiseModel.SequenceContext)
     ) throws -> (loss: MLXArray, gradients: [Int: MLXArray]) {

@@ -17,8 +17,6 @@ extension CheckSuite {
     ///
     ///     f′ ≈ (8 (f(h) − f(−h)) − (f(2h) − f(−2h))) / 12h
     ///
-    /// The check begins with the last block. It stops early if its time is over.
-    ///
     /// - Parameter derivatives: the bundle whose backward pass is checked. It has the same weights. nil for the bundle of the self-check.
     func compareGradientsWithDifferences(of derivatives: ModelBundle? = nil) throws -> Finding {
         guard !architecture.hasExperts else {
@@ -59,7 +57,6 @@ extension CheckSuite {
                 try backward.backward(
                     block, x, lora, sideInputs(block, x, lora, model, context), intermediates, d: &d, dShared: &dShared)
             )
-            /// Returns the loss if this block has the parameters `changed`.
             func loss(_ changed: MLXArray) throws -> Double {
                 var y = try outputs(block, x, changed).y
                 for later in block + 1..<model.blocks.upperBound {
@@ -102,7 +99,6 @@ extension CheckSuite {
 }
 
 extension LoRALayout {
-    /// The name of each matrix A and B with its mask `[P]`. The mask is 1 for the parameters of the matrix and 0 for others.
     fileprivate var parts: [(name: String, mask: MLXArray)] {
         modules.flatMap { module in
             [("A", Float(1)), ("B", Float(0))].map { name, a in

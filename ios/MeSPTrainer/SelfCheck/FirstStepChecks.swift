@@ -32,7 +32,6 @@ extension CheckSuite {
         return step
     }
 
-    /// Takes two steps. Returns for each step the longest time between two block boundaries, in seconds.
     private func longestStretches(_ run: RunSettings, _ plan: Plan) throws -> (Double, Double) {
         let trainer = try makeTrainer(run, plan: plan)
         defer { trainer.clock.atBlock = {} }
@@ -84,7 +83,6 @@ extension CheckSuite {
             ])
     }
 
-    /// Returns the verdict on the longest time between two block boundaries. On a CPU the verdict is a note.
     static func verdict(leaving seconds: Double, onGPU: Bool) -> SelfCheckReport.Verdict {
         guard onGPU else { return .note }
         return seconds <= BoundaryGate.secondsToLeave ? .pass : .fail

@@ -7,16 +7,9 @@ import MeSPCore
 struct FormulasOnCPU {
     let bundle: ModelBundle
     let layouts: [LoRALayout]
-    /// The scale of the adapters, α / rank.
     let scale: Float
     let machine: Machine
 
-    /// Returns the evaluated outputs of a block.
-    ///
-    /// - Parameters:
-    ///   - x: the input of the block, `[1, T, hidden]`.
-    ///   - lora: the LoRA parameters, `[P]`.
-    ///   - side: the inputs of the block besides x.
     func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ side: SideInputs) throws -> BlockOutputs {
         try withBlock(block, lora, side) { block in
             let outputs = block.outputs(x.asType(.float32))

@@ -12,9 +12,7 @@ import MeSPSentences
 struct SystemGPU {
     let name: String
     let architecture: String
-    /// The recommended maximum of the GPU's memory, in bytes.
     let workingSet: Int
-    /// The maximum size of a buffer, in bytes.
     let largestBuffer: Int
 
     static let current: SystemGPU? = {
@@ -97,7 +95,6 @@ extension CheckSuite {
         }
     }
 
-    /// Measures the growth of the footprint when MLX reads the whole largest weight file through a map.
     func measureMapFootprint() throws -> Finding {
         let size = largestFile.words * 4
         func read() throws -> Int {
@@ -145,7 +142,6 @@ extension CheckSuite {
             ])
     }
 
-    /// Measures the memory that released maps keep.
     func measureMapLeak() throws -> Finding {
         let file = Self.temporaryFolder.appendingPathComponent("mapped.\(UUID().uuidString)")
         try Data(count: mappingUnit).write(to: file)
@@ -169,8 +165,6 @@ extension CheckSuite {
 
     /// Checks that the error box of `withError` has an error as soon as MLX reports it. A run checks the box, so that it stops before it uses wrong
     /// numbers.
-    ///
-    /// - Parameter provoke: causes an error of MLX.
     func checkErrors(provoke: () -> Void = CheckSuite.evaluateInsideTrace) throws -> Finding {
         func caught() throws -> (before: Bool, after: Bool) {
             var found = (before: false, after: false)

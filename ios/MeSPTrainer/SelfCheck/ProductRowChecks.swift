@@ -58,7 +58,6 @@ extension CheckSuite {
             tolerance: tolerance)
     }
 
-    /// Returns the largest relative error of a row of y, compared with x wᵀ.
     private func largestError(ofRows y: MLXArray, _ x: MLXArray, _ w: MLXArray) throws -> Double {
         let expected = matmul(x.asType(.float32, stream: .cpu), w.transposed(stream: .cpu), stream: .cpu)
         let difference = subtract(y.asType(.float32, stream: .cpu), expected, stream: .cpu)

@@ -6,12 +6,10 @@ import MeSPFiles
 import MeSPSentences
 
 /// A check of the machine for training. Among other things, it checks that mapping weights does not copy, that gradients are correct, and that the
-/// peak memory agrees with the prediction. It also measures the speed of the machine.
+/// peak memory agrees with the prediction.
 public struct SelfCheck {
     public struct Settings: Codable, Sendable, Equatable {
-        /// The bundle's folder.
         package var bundle: String
-        /// The processor to check; nil: the machine's standard processor.
         package var device: Backend?
         /// The type of activations; nil: that of the processor. Float32 shows how exact a GPU is.
         package var dtype: ElementType?
@@ -21,12 +19,10 @@ public struct SelfCheck {
         package var seconds = 1.0
         /// The duration of continuous training, in minutes, to measure thermal throttling; 0 for none.
         package var minutes = 0.0
-        /// The names of the checks to run; nil for all.
         package var checks: [String]?
 
         package init(bundle: String) { self.bundle = bundle }
 
-        /// Reads a settings file: JSON with `bundle` and optional other keys.
         package init(contentsOf url: URL) throws {
             struct Given: Decodable {
                 let bundle: String
@@ -65,8 +61,6 @@ public struct SelfCheck {
     /// - Parameters:
     ///   - atBlock: a closure that is called before each check and at each block boundary. It may wait, or throw `CancellationError` to end the
     ///     self-check.
-    ///   - report: receives each part of the report when the part is complete.
-    /// - Returns: the whole report.
     /// - Throws: `MeSPError` if the settings or the bundle cannot be used; `CancellationError`; an error of `report`. A failed check throws no error.
     @discardableResult package func run(
         atBlock: @escaping () throws -> Void = {}, report: (SelfCheckRecord) throws -> Void = { _ in }

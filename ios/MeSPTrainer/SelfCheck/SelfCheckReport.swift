@@ -4,42 +4,31 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// The report of a self-check: the result of each check, and the measured constants of the machine.
 public struct SelfCheckReport: Codable, Sendable {
-    /// The machine, the model and the settings.
     package var start: Start
     public var checks = [Check]()
-    /// The end of the report; nil until all checks have run.
     package var end: End?
 
     package struct Start: Codable, Sendable {
         package var version: String
         package var mlxVersion: String
-        /// The machine and its system.
         package var host: String
-        /// The name of the GPU; nil without Metal.
         package var gpu: String?
         package var gpuArchitecture: String?
-        /// The bundle's name.
         package var bundle: String
-        /// The bundle's device, `cpu` or `gpu`.
         package var device: String
         package var dtype: String
         /// The state of the GPU's neural accelerators: `absent`, `off`, `checking`, `failed` or `on`.
         package var neuralAccelerators: String
         package var settings: SelfCheck.Settings
-        /// The names of the checks, in their order.
         package var names: [String]
     }
 
-    /// The result of one check.
     public struct Check: Codable, Sendable, Identifiable {
         public var name: String
         public var verdict: Verdict
-        /// The finding, or the reason why the check was skipped.
         public var sentence: Sentence
         package var measured: [Measurement]
-        /// The duration of the check, in seconds.
         package var seconds: Double
 
         public var id: String { name }
@@ -54,7 +43,6 @@ public struct SelfCheckReport: Codable, Sendable {
 
     package struct Measurement: Codable, Sendable, Equatable {
         package var name: String
-        /// The value; nil if it is not finite.
         package var value: Double?
         /// The unit: `s`, `bytes`, `bytes/s`, `FLOP/s`, or empty for a plain number.
         package var unit: String
@@ -69,7 +57,6 @@ public struct SelfCheckReport: Codable, Sendable {
     ///     seconds = evals · evalSeconds + kernels · kernelSeconds + new buffers · newBufferSeconds + maps · mapSeconds
     ///               + bytes / bytesPerSecond + FLOP / flopsPerSecond
     package struct Constants: Codable, Sendable, Equatable {
-        /// The overhead of an `eval`.
         package var evalSeconds: Double?
         /// The time of a kernel that waits for another kernel.
         package var kernelSeconds: Double?
@@ -86,7 +73,6 @@ public struct SelfCheckReport: Codable, Sendable {
     }
 
     package struct End: Codable, Sendable {
-        /// `fail` if a check failed; otherwise `pass`.
         package var verdict: Verdict
         package var constants: Constants
         package var seconds: Double
@@ -94,7 +80,6 @@ public struct SelfCheckReport: Codable, Sendable {
 
     package init(_ start: Start) { self.start = start }
 
-    /// The report as one JSON document, with keys in snake case.
     package var json: Data {
         get throws {
             let encoder = JSONEncoder.snakeCase
@@ -128,7 +113,6 @@ extension SelfCheckReport {
     }
 }
 
-/// A part of a report, sent when it is complete.
 package enum SelfCheckRecord: Sendable {
     case start(SelfCheckReport.Start)
     case check(SelfCheckReport.Check)

@@ -14,7 +14,6 @@ private struct Steps {
     var mlx = [0, 0, 0]
 
     var first: [Double] { seconds.first ?? [] }
-    /// The median time of each phase, without the first step.
     var usual: [Double] {
         let later = seconds.dropFirst()
         return Self.phases.indices.map { phase in
@@ -25,7 +24,6 @@ private struct Steps {
 }
 
 extension CheckSuite {
-    /// Runs at least two steps with a plan, and more until `seconds` have passed.
     private func runSteps(_ run: RunSettings, _ plan: Plan, for seconds: Double, watch: ([Double]) -> Void = { _ in })
         throws
         -> Steps
@@ -72,7 +70,6 @@ extension CheckSuite {
         return steps
     }
 
-    /// Compares the measured peak of a step with the planner's prediction.
     func measurePeak(_ length: Int) throws -> Finding {
         let run = run(length)
         let plan = try defaultPlan(run)

@@ -9,11 +9,6 @@ struct TinyBundle {
     static let hidden = 128
     static let vocabulary = 256
 
-    /// Writes the bundle and opens it.
-    ///
-    /// - Parameters:
-    ///   - folder: the folder to create.
-    ///   - model: a bundle with the same device and quantization.
     func write(to folder: URL, like model: ModelBundle) throws -> ModelBundle {
         let mlp: [String: any Sendable] = [
             "modules": [["mlp.gate_proj", ["gate"]], ["mlp.up_proj", ["up"]], ["mlp.down_proj", ["down"]]]
@@ -109,7 +104,6 @@ struct TinyBundle {
             data += Data(count: (4 - data.count % 4) % 4)
         }
 
-        /// Writes the file, padded to a multiple of `mappingUnit`. Returns the number of words.
         func write(to file: URL) throws -> Int {
             let count = (data.count + mappingUnit - 1) / mappingUnit * mappingUnit
             try (data + Data(count: count - data.count)).write(to: file)

@@ -15,7 +15,6 @@ package final class TrialSteps {
     ///
     /// - Parameters:
     ///   - settings: the settings of a run. Their output folder is not used.
-    ///   - plan: a closure that chooses the plan.
     /// - Throws: `MeSPError`, as a run does at its start.
     package init(_ settings: RunSettings, plan: (Planner) throws -> Plan = { try $0.plan() }) throws {
         try settings.check()
@@ -34,7 +33,6 @@ package final class TrialSteps {
             try Self.example(bundle, settings) ?? Example(tokens: tokens, counted: Array(0..<settings.seqLen))
     }
 
-    /// Returns the first training sequence; nil if the data has no examples, or has preferences.
     private static func example(_ bundle: ModelBundle, _ settings: RunSettings) throws -> Example? {
         guard let stream = try bundle.tokens("train"), stream.hasExamples, !stream.hasPreferences else { return nil }
         let packs = stream.packsExamples && settings.method.takesPacked
@@ -42,12 +40,9 @@ package final class TrialSteps {
         return sequences.count > 0 ? sequences[0] : nil
     }
 
-    /// Whether the model has experts.
     package var hasExperts: Bool { trainer.model.bundle.architecture.hasExperts }
 
     /// Takes a step with the settings' number of sequences. With an objective, the step has one sequence.
-    ///
-    /// - Parameter atBlock: a closure that is called at each block boundary.
     package func step(atBlock: @escaping () -> Void = {}) throws {
         trainer.clock.atBlock = atBlock
         let settings = trainer.model.settings

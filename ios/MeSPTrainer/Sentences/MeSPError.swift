@@ -1,6 +1,5 @@
 import Foundation
 
-/// An error with a sentence for people.
 package protocol SentenceError: Error {
     var sentence: Sentence { get }
 }

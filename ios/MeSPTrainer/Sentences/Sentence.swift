@@ -19,7 +19,6 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
 
     public init(stringLiteral text: String) { self.init(english: text) }
 
-    /// - Parameter english: the sentence, which is also the key of its translation.
     package init(english: String) { (key, values) = (english, []) }
 
     public init(stringInterpolation literal: Interpolation) {
@@ -33,15 +32,11 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
         return sentence
     }
 
-    /// The sentence in English.
     package var english: String { filled(key, locale: nil) { $0.english } }
 
     /// The sentence in the app's language; in English if the table `Sentences` of the main bundle has no translation.
     public var localized: String { localized(by: .main) }
 
-    /// Returns the sentence in the app's language.
-    ///
-    /// - Parameter bundle: the bundle with the table `Sentences`.
     package func localized(by bundle: Bundle) -> String {
         filled(bundle.localizedString(forKey: key, value: nil, table: "Sentences"), locale: .current) {
             $0.localized(by: bundle)
@@ -61,7 +56,6 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
         return String(format: format, locale: locale, arguments: arguments)
     }
 
-    /// The key and the values of a literal.
     public struct Interpolation: StringInterpolationProtocol {
         fileprivate var key = ""
         fileprivate var values = [Value]()

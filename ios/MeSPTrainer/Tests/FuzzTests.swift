@@ -86,7 +86,6 @@ import Testing
         return data
     }
 
-    /// Runs `body` for each case. Each error must have a sentence, and the memory must stay small.
     private func fuzz(seed: UInt64, _ body: (inout Generator) throws -> Void) throws {
         let sampler = FootprintSampler()
         defer { sampler.stop() }

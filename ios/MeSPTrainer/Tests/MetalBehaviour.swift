@@ -54,7 +54,6 @@
 
         // MARK: - Errors
 
-        /// Returns rules under which every allocation from number `first` on fails.
         private func refused(from first: Int) -> MetalRules {
             var failing = FailingCommandBuffers(first: first)
             (failing.areAllocations, failing.count) = (true, .max)

@@ -32,7 +32,6 @@ import MeSPSentences
             return .init(failingBuffers: failing)
         }
 
-        /// Returns rules under which `count` allocations fail, beginning with number `first`.
         private func refusal(_ first: Int, _ count: Int = 1) -> MetalRules {
             var failing = FailingCommandBuffers(first: first)
             (failing.areAllocations, failing.count) = (true, count)
@@ -303,7 +302,6 @@ import MeSPSentences
                         "buffer \(buffer): \(error)")
                     let files = files(output)
                     #expect(files.isEmpty || files == whole.files, "buffer \(buffer)")
-                    // There may be no log yet.
                     let steps = (try? LogSummary(folder: output).steps) ?? []
                     let losses = steps.map { "step \($0.step) \($0.loss)" }
                     #expect(losses.isEmpty || losses == whole.log.filter { $0.hasPrefix("step") }, "buffer \(buffer)")

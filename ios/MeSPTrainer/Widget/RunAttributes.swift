@@ -7,11 +7,8 @@
             /// The completed fraction, from 0 to 1.
             var part: Double
             var step: String
-            /// The loss; nil before the first step.
             var loss: String?
-            /// The remaining time; nil if it is unknown or no step is left.
             var timeLeft: String?
-            /// The reason why the run waits, or the way in which it has ended; nil otherwise.
             var note: String?
         }
 

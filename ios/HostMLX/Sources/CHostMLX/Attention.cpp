@@ -83,22 +83,18 @@ struct Heads {
     const float *at(int h, int position) const { return data + h * head + position * row; }
 };
 
-/// The sizes of an attention, and the division of its heads and queries into parts.
 struct Problem {
     int heads, groups, queries, keys, d;
     float scale;
     bool isCausal;
-    /// The mask [queries, keys], or null.
     const bool *mask = nullptr;
     ptrdiff_t mask_row = 0, mask_column = 0;
 
     int per_group() const { return heads / groups; }
-    /// The number of parts of a group's heads. Each part has up to 8 heads, which share the group's keys.
+    /// Each part has up to 8 heads, which share the group's keys.
     int head_parts() const { return (per_group() + 7) / 8; }
     int heads_together() const { return (per_group() + head_parts() - 1) / head_parts(); }
-    /// The number of positions that are processed together.
     int positions() const { return std::max(1, 4 / heads_together()) * lanes; }
-    /// The number of `Queries` of a group.
     int parts() const { return (queries + positions() - 1) / positions() * head_parts(); }
     int most_rows() const { return positions() * heads_together(); }
 };
@@ -176,7 +172,6 @@ INLINE void hide(const Queries &q, int first, int end, float *scores) {
 
 // MARK: - Softmax
 
-/// The number of keys whose scores are computed at once.
 constexpr int keys_together = 128;
 
 /// A lower bound of all finite scores, so that the maximum is finite even if all keys are hidden.
@@ -262,7 +257,6 @@ void attend(
 
 // MARK: - Backward
 
-/// The arrays of the backward pass of some queries. Each of its two phases processes parts of the keys in parallel.
 struct Pass {
     Queries q;
     /// The number of keys in a part, a multiple of `keys_together`.
@@ -301,7 +295,6 @@ struct Pass {
         float *at = sums + ptrdiff_t(index) * 3 * q.rows;
         return {at, at + q.rows, at + 2 * q.rows};
     }
-    /// The range of the parts that have keys in `q.begin` ..< `q.end`.
     int begin() const { return q.begin / part; }
     int end() const { return (q.end + part - 1) / part; }
 };
@@ -378,7 +371,6 @@ void gradients(const Pass &pass, int index, const Heads &key, float *dk, float *
     });
 }
 
-/// Sums the parts' terms, and stores the sums multiplied by the scale in dq [heads, queries, d].
 void finish(const Pass &pass, float *dq) {
     const Queries &q = pass.q;
     const int d = q.problem.d;
@@ -439,7 +431,7 @@ void backward(
 
 typedef float Four __attribute__((vector_size(16)));
 
-/// Computes softmax(scale q kᵀ) v of one query over `length` keys. `scores` has room for `length` numbers.
+/// Computes softmax(scale q kᵀ) v of one query over `length` keys.
 FOR_EACH_CPU
 void attend_one(const float *q, Matrix k, Matrix v, int length, int d, float scale, float *scores, float *out) {
     // Keys are processed four at a time. The last key is repeated to fill four.
@@ -529,7 +521,6 @@ Problem problem_of(const mx::array &q, const mx::array &k, float scale, bool isC
     return problem;
 }
 
-/// The backward pass of attention: dq, dk and dv, from q, k, v, dO and an optional mask.
 class AttentionGradient : public mx::Primitive {
   public:
     AttentionGradient(mx::Stream s, float scale, bool isCausal) : Primitive(s), scale(scale), isCausal(isCausal) {}

@@ -99,7 +99,6 @@ std::optional<int> maybe(HostOptionalInt i) { return i.has_value ? std::make_opt
 HostArray wrap(mx::array a) { return reinterpret_cast<HostArray>(new mx::array(std::move(a))); }
 HostVector wrap(Arrays v) { return reinterpret_cast<HostVector>(new Arrays(std::move(v))); }
 
-/// Returns a handle to the value of `expression`, an array or a vector of arrays.
 #define WRAP(expression) guarded([&] { return wrap(expression); })
 
 mx::Device device(int32_t type) { return type == 1 ? mx::Device::gpu : mx::Device::cpu; }
@@ -153,7 +152,6 @@ ArrayMap array_map(const char *const *names, size_t count, HostVector arrays) {
     return map;
 }
 
-/// Copies the elements at `source`, over the axes from `axis` on, in row-major order.
 void copy_in_order(const char *source, char *&destination, const mx::array &a, int axis) {
     const auto item = static_cast<int64_t>(a.itemsize());
     if (axis == static_cast<int>(a.ndim())) {
@@ -439,7 +437,6 @@ HOST_INT_OPERATIONS(HOST_DEFINE)
 HOST_INT2_OPERATIONS(HOST_DEFINE)
 #undef HOST_DEFINE
 
-// A list of ints that converts to mx::Shape and to std::vector<int>.
 struct IntList {
     const int32_t *values;
     size_t count;

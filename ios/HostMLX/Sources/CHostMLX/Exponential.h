@@ -1,5 +1,3 @@
-// exp, sigmoid and softmax on the CPU.
-
 #ifndef EXPONENTIAL_H
 #define EXPONENTIAL_H
 

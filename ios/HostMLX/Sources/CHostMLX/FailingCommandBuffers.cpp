@@ -96,7 +96,6 @@ void throw_error() {
     throw std::runtime_error(rules.message);
 }
 
-/// Returns whether the buffer or allocation that was counted last fails.
 bool fails() {
     if (rules.first_failing == 0 || buffers < rules.first_failing || failed_buffers == rules.failing_count ||
         (buffers - rules.first_failing) % rules.period != 0) {
@@ -188,7 +187,6 @@ const void *data_never_computed(const mx::array &a) {
 #ifdef __linux__
 namespace {
 
-/// MLX's allocator, with allocations that fail.
 class FailingAllocator : public mx::allocator::Allocator {
    public:
     mx::allocator::Buffer malloc(size_t size) override {

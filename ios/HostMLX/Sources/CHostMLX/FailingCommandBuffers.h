@@ -1,5 +1,3 @@
-// Command buffers and allocations that fail as on Metal. include/CHostMLX.h has the C interface.
-
 #ifndef FAILING_COMMAND_BUFFERS_H
 #define FAILING_COMMAND_BUFFERS_H
 

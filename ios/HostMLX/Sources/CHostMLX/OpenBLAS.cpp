@@ -28,7 +28,6 @@ bool has_tf32() {
 
 #ifdef HOST_OPENBLAS
 
-/// Rounds a number to TF32, which has 10 bits of mantissa.
 static float tf32(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);

@@ -38,10 +38,8 @@ typedef float Floats __attribute__((vector_size(64)));
 
 using Mode = mx::QuantizationMode;
 
-/// Inlines a function into each clone of its caller, so that the function is compiled for the clone's CPU.
 #define INLINE __attribute__((always_inline)) inline
 
-/// A quantized matrix W `[rows, columns]` with groups along its rows.
 struct PackedMatrix {
     Mode mode;
     int bits, group_size;
@@ -51,14 +49,11 @@ struct PackedMatrix {
     /// Numbers of `dtype` for affine quantization, else 8-bit floats. Only affine quantization has biases.
     const void *scales, *biases;
     mx::Dtype dtype;
-    /// The number of groups of a row.
     int groups;
 };
 
-/// The scales and biases of a thread's rows in float32, if they are stored in another type.
 thread_local std::vector<float> scale_rooms[16], bias_rooms[16];
 
-/// Returns `count` scales or biases of affine quantization in float32, from the `index`-th on. Other types are converted into `room`.
 INLINE const float *in_float32(
     const PackedMatrix &w, const void *numbers, ptrdiff_t index, int count, std::vector<float> &room) {
     if (w.dtype == mx::float32) return static_cast<const float *>(numbers) + index;
@@ -73,7 +68,6 @@ INLINE const float *in_float32(
     return room.data();
 }
 
-/// Returns the values of all E4M3 codes (4 bits of exponent, 3 of mantissa).
 std::array<float, 256> e4m3_values() {
     std::array<float, 256> values;
     for (int code = 0; code < 256; code++) {
@@ -205,7 +199,6 @@ struct Fields {
 
     static constexpr int shift(int word) { return 32 * word % bits; }
     static constexpr bool has_extra(int word) { return extra && shift(word) == most_shifted; }
-    /// Returns the first bit of the last field.
     static constexpr int last_bit(int word) { return whole * bits - shift(word) + has_extra(word) * bits; }
 };
 
@@ -216,12 +209,10 @@ struct Fields {
 /// power of two. The number of x is divided by this power. The last block of a row is the row's last 16 words. Words that are also in the block
 /// before are multiplied by zeros.
 struct FewRows {
-    /// 16 numbers, aligned to a cache line.
     struct alignas(64) Sixteen {
         float numbers[16] = {};
     };
 
-    /// The number of words in a row of W, and the number of its blocks.
     int words, blocks;
     /// The rearranged numbers of x, [m, blocks, slots].
     std::vector<Sixteen> numbers;
@@ -409,7 +400,6 @@ INLINE void multiply_rows(
     }
 }
 
-/// Computes y = x Wᵀ for the rows `first` ..< `end` of an affine W. x is [m, columns], and y is [m, rows].
 template <int bits>
 INLINE void multiply_groups(
     const PackedMatrix &w, int first, int end, const FewRows &x, int m, float *y, int rows) {
@@ -473,13 +463,11 @@ std::vector<int> bounds(int count, int unit) {
 /// Returns whether a product is long enough for several threads. Unpacking a weight takes as long as multiplying it by some 16 rows of x.
 bool is_work(int outputs, int inputs, int m) { return int64_t(outputs) * inputs * (m + 16) > 1 << 23; }
 
-/// The product alpha a b, where a has few columns.
 struct LowRank {
     struct Matrix {
         const float *data;
         int order, stride;
 
-        /// Copies the matrix into `room`, unless its rows or columns are contiguous.
         Matrix(const Rows &a, std::vector<float> &room) {
             const int rows = a.shape[0], columns = a.shape[1];
             const auto is = [](int count, ptrdiff_t step, int others, ptrdiff_t stride) {
@@ -507,7 +495,6 @@ struct Addends {
 
     bool none() const { return !sum && !lowRank; }
 
-    /// Writes the terms to the columns `first` ..< `first + count` of y [m, columns].
     void write(int first, int count, int m, float *y, int columns) const {
         if (sum && !inPlace) {
             for (int i = 0; i < m; i++) {
@@ -635,7 +622,6 @@ class PackedProduct : public mx::UnaryPrimitive {
         throw std::runtime_error("[quantized_matmul] a product for the CPU");
     }
 
-    /// Computes the gradient with respect to x. W is constant.
     std::vector<mx::array> vjp(
         const std::vector<mx::array> &primals, const std::vector<mx::array> &cotangents,
         const std::vector<int> &argnums, const std::vector<mx::array> &) override {

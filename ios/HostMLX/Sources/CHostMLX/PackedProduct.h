@@ -1,5 +1,3 @@
-// Products with a quantized matrix on the CPU.
-
 #ifndef PACKED_PRODUCT_H
 #define PACKED_PRODUCT_H
 

@@ -1,5 +1,3 @@
-// Runs independent parts of work on several threads.
-
 #ifndef POOL_H
 #define POOL_H
 

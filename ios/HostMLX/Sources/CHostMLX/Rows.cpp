@@ -110,7 +110,6 @@ std::optional<Operation> operation(const mx::array &a) {
     return found->second;
 }
 
-/// Returns the shape of the input if the array is a reduction over the last axis that keeps this axis, else `nullopt`.
 std::optional<mx::Shape> reduced(const mx::array &a) {
     mx::Shape shape = a.inputs()[0].shape(), one = shape;
     if (shape.empty()) return std::nullopt;
@@ -273,11 +272,9 @@ class FusedPrimitive : public mx::UnaryPrimitive {
     const char *name() const override { return "HostFused"; }
 
   private:
-    /// Computes the terms of one row after another.
     struct Row {
         const std::vector<Term> &terms;
         const std::vector<int> &steps;
-        /// The first number of the row in each array, and the next number to read.
         std::vector<const float *> starts, at;
         /// The memory of each term's row, and of its present chunk. `isWhole` says whether the term's whole row is stored.
         std::vector<float *> row, x;

@@ -1,5 +1,3 @@
-// Multithreaded operations on rows on the CPU.
-
 #ifndef ROWS_H
 #define ROWS_H
 

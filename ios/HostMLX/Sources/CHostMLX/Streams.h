@@ -19,7 +19,6 @@ std::optional<mlx::core::Stream> gpu_stream();
 /// Prepares the calling thread for calls of MLX. While `gpu_is_default()`, a CPU stream of this thread takes the place of the GPU's default stream.
 void enter();
 
-/// Whether the calling thread has called `enter`.
 extern thread_local bool has_entered;
 
 // MARK: C++'s default device on Metal, which is the GPU

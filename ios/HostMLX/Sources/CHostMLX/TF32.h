@@ -5,7 +5,6 @@
 
 namespace host {
 
-/// Whether the rule applies that float32 matrix products round their operands to TF32, as on a GPU with neural accelerators.
 extern std::atomic<bool> rounds_to_tf32;
 
 /// Returns whether float32 matrix products round their operands to TF32. MLX_ENABLE_TF32=0 switches TF32 off, as in MLX.

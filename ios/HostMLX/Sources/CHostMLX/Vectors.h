@@ -1,5 +1,3 @@
-// Helpers for functions with vector instructions.
-
 #ifndef VECTORS_H
 #define VECTORS_H
 

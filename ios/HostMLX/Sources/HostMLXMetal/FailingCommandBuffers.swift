@@ -13,7 +13,6 @@ public struct FailingCommandBuffers: Sendable {
     /// Whether allocations are counted and fail, in place of command buffers. The creation of an array, or the evaluation, that needs the memory throws
     /// the error. Reading an array that was not computed then counts as a fault, because it would end a process on Metal. This rule needs Linux.
     public var areAllocations = false
-    /// The message of a command buffer's error.
     public var message = hang
 
     /// The contents of a failed buffer's arrays. Integer and Boolean arrays get zeros in both cases.

@@ -9,7 +9,6 @@ public struct MetalRules: Sendable {
     public var tf32 = false
     /// Whether the GPU is the default device. Work on the GPU fails.
     public var gpuByDefault = false
-    /// The command buffers or allocations that fail, or nil if none fail.
     public var failingBuffers: FailingCommandBuffers?
 
     public init(tf32: Bool = false, gpuByDefault: Bool = false, failingBuffers: FailingCommandBuffers? = nil) {
@@ -19,7 +18,6 @@ public struct MetalRules: Sendable {
     }
 }
 
-/// What happened during a call of `withMetal`.
 public struct MetalReport: Sendable, Equatable {
     /// The number of command buffers: of evaluations that had something to compute, and of waits for a stream. If allocations fail, their number.
     public var commandBuffers = 0
@@ -28,8 +26,6 @@ public struct MetalReport: Sendable, Equatable {
 }
 
 /// Runs `body` while HostMLX follows the rules. Only one call may run at a time.
-///
-/// - Returns: the result or error of `body`, and a report.
 public func withMetal<R>(_ rules: MetalRules, _ body: () throws -> R) -> (
     result: Result<R, any Error>, report: MetalReport
 ) {
@@ -57,7 +53,6 @@ public func beginMetal(_ rules: MetalRules) {
     precondition(begun, "HostMLX behaves like Metal already")
 }
 
-/// Ends the rules, and returns what happened since they began.
 public func endMetal() -> MetalReport {
     var report = MetalReport()
     report.commandBuffers = withUnsafeMutablePointer(to: &report.faults) { faults in

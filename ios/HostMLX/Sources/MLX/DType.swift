@@ -1,6 +1,5 @@
 import CHostMLX
 
-/// The type of an array's elements.
 public enum DType: Hashable, Sendable, CaseIterable {
     case bool
     case uint8
@@ -66,7 +65,6 @@ public enum DType: Hashable, Sendable, CaseIterable {
         }
     }
 
-    /// The size of an element, in bytes.
     public var size: Int { host_dtype_size(code) }
 }
 
@@ -82,7 +80,6 @@ extension DType: Codable {
 
 // MARK: - Scalars
 
-/// A Swift type that can be an array's element.
 public protocol HasDType: ScalarOrArray {
     static var dtype: DType { get }
 }
@@ -190,9 +187,7 @@ extension Float64: HasDType {
     }
 }
 
-/// An operand of an operation: a scalar or an array.
 public protocol ScalarOrArray {
-    /// Returns the operand as an array. A scalar gets the type `dtype` if possible.
     func asMLXArray(dtype: DType?) -> MLXArray
 }
 

@@ -8,7 +8,6 @@ public enum DeviceType: String, Hashable, Sendable {
     fileprivate var code: Int32 { self == .gpu ? 1 : 0 }
 }
 
-/// The CPU or a GPU.
 public final class Device: Sendable, Hashable {
 
     public let deviceType: DeviceType
@@ -22,13 +21,10 @@ public final class Device: Sendable, Hashable {
         self.index = index
     }
 
-    /// The device of the current CPU stream.
     public static var cpu: Device { Stream.cpu.device }
 
-    /// The device of the current GPU stream.
     public static var gpu: Device { Stream.gpu.device }
 
-    /// Returns the device that operations use by default.
     public static func defaultDevice() -> Device { Stream.defaultDevice }
 
     public static func withDefaultDevice<R>(_ device: Device, _ body: () throws -> R) rethrows -> R {
@@ -116,7 +112,6 @@ public final class Stream: @unchecked Sendable, Equatable {
 
     public static var cpu: Stream { streams.cpu.current }
 
-    /// The stream of operations without a stream argument.
     public static var defaultStream: Stream { streams.defaultStream.current }
 
     static var defaultDevice: Device { streams.defaultStream.device }
@@ -171,7 +166,6 @@ public final class Stream: @unchecked Sendable, Equatable {
     /// function.
     public static func makeForMissingGPU() { host_make_gpu_stream() }
 
-    /// Waits for the work on the stream.
     public func synchronize() {
         evalLock.withLock { host_synchronize(ctx) }
     }
@@ -185,7 +179,6 @@ extension Stream: CustomStringConvertible {
     public var description: String { "Stream(\(device), \(ctx.index))" }
 }
 
-/// The stream that runs an operation.
 public struct StreamOrDevice: Sendable, CustomStringConvertible, Equatable {
 
     public let stream: Stream

@@ -11,7 +11,6 @@ public func withErrorHandler<R>(
     try ErrorHandler.$handlers.withValue(ErrorHandler.handlers + [handler], operation: body)
 }
 
-/// Runs `body`. During the call, `handler` receives MLX's errors in place of any outer handler.
 public func withErrorHandler<R>(
     _ handler: @escaping @Sendable (String) -> Void, _ body: () async throws -> R
 ) async rethrows -> R {
@@ -28,12 +27,10 @@ public func withError<R>(_ body: (ErrorBox) throws -> R) throws -> R {
     return result
 }
 
-/// Runs `body`, and then throws the first error of MLX during the call, if any.
 public func withError<R>(_ body: () throws -> R) throws -> R {
     try withError { _ in try body() }
 }
 
-/// Runs `body`, and then throws the first error of MLX during the call, if any.
 public func withError<R>(_ body: (ErrorBox) async throws -> R) async throws -> R {
     let box = ErrorBox()
     let result = try await withErrorHandler({ box.firstError = MLXError.caught($0) }, { try await body(box) })
@@ -41,12 +38,10 @@ public func withError<R>(_ body: (ErrorBox) async throws -> R) async throws -> R
     return result
 }
 
-/// Runs `body`, and then throws the first error of MLX during the call, if any.
 public func withError<R>(_ body: () async throws -> R) async throws -> R {
     try await withError { _ in try await body() }
 }
 
-/// An error of the MLX library.
 public enum MLXError: LocalizedError, Sendable, Equatable {
     case caught(String)
 
@@ -57,18 +52,15 @@ public enum MLXError: LocalizedError, Sendable, Equatable {
     }
 }
 
-/// The first error during a call of `withError`.
 public final class ErrorBox: @unchecked Sendable {
     private let lock = NSLock()
     private var first: Error?
 
-    /// The first error, or nil. Setting it again has no effect.
     public var firstError: Error? {
         get { lock.withLock { first } }
         set { lock.withLock { first = first ?? newValue } }
     }
 
-    /// Throws the first error, if any.
     public func check() throws {
         if let firstError {
             throw firstError

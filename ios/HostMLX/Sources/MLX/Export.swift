@@ -30,7 +30,6 @@ public func exportFunction(
     FunctionExporterSingle(url: url, shapeless: shapeless, f: f)
 }
 
-/// The result of ``exportFunction(to:shapeless:_:)``.
 @dynamicCallable
 public final class FunctionExporterSingle {
     let url: URL
@@ -50,7 +49,6 @@ public final class FunctionExporterSingle {
     }
 }
 
-/// Reads a function that ``exportFunction(to:shapeless:_:)`` or Python's `mx.export_function` wrote.
 public func importFunction(from url: URL) throws -> ImportedFunction {
     try ImportedFunction(url: url)
 }

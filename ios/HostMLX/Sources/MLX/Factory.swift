@@ -28,7 +28,6 @@ public func ones(like array: MLXArray, stream: StreamOrDevice = .default) -> MLX
     call(host_ones_like, array, stream)
 }
 
-/// Returns an array [n, m] of zeros, with ones on diagonal `k`.
 public func eye(
     _ n: Int, m: Int? = nil, k: Int = 0, type: (some HasDType).Type = Float.self, stream: StreamOrDevice = .default
 ) -> MLXArray {
@@ -39,7 +38,6 @@ public func eye(_ n: Int, m: Int? = nil, k: Int = 0, dtype: DType, stream: Strea
     MLXArray(host_eye(n.int32, (m ?? n).int32, k.int32, dtype.code, stream.ctx))
 }
 
-/// Returns `values`, broadcast to `shape`.
 public func full(
     _ shape: some Collection<Int>, values: some ScalarOrArray, type: (some HasDType).Type,
     stream: StreamOrDevice = .default
@@ -90,12 +88,10 @@ public func arange(
     MLXArray(host_arange(start, stop, step, dtype.code, stream.ctx))
 }
 
-/// Repeats every element `count` times along `axis`.
 public func repeated(_ array: MLXArray, count: Int, axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_repeat_2, array, count, axis, stream)
 }
 
-/// Repeats every element of the flattened array `count` times.
 public func repeated(_ array: MLXArray, count: Int, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_repeat_1, array, count, stream)
 }

@@ -21,7 +21,6 @@ private func path(_ url: URL, _ fileExtension: String) throws -> String {
     return url.path(percentEncoded: false)
 }
 
-/// Writes a `.safetensors` file.
 public func save(
     arrays: [String: MLXArray], metadata: [String: String] = [:], url: URL, stream: StreamOrDevice = .default
 ) throws {
@@ -43,12 +42,10 @@ public func save(
     }
 }
 
-/// Reads the arrays of a `.safetensors` file.
 public func loadArrays(url: URL, stream: StreamOrDevice = .cpu) throws -> [String: MLXArray] {
     try loadArraysAndMetadata(url: url, stream: stream).0
 }
 
-/// Reads the arrays and the metadata of a `.safetensors` file.
 public func loadArraysAndMetadata(
     url: URL, stream: StreamOrDevice = .cpu
 ) throws -> ([String: MLXArray], [String: String]) {

@@ -5,7 +5,6 @@ extension MLXArray {
     public var at: ArrayAt { ArrayAt(array: self) }
 }
 
-/// The value of ``MLXArray/at``. Its subscript selects elements.
 public struct ArrayAt {
     let array: MLXArray
 
@@ -14,7 +13,6 @@ public struct ArrayAt {
     }
 }
 
-/// The elements that the subscript of ``ArrayAt`` selects.
 public struct ArrayAtIndices {
     let array: MLXArray
     let operations: [MLXArrayIndexOperation]

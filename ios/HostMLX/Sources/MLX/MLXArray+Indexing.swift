@@ -2,7 +2,6 @@ import CHostMLX
 
 // MARK: - Indices
 
-/// One index of a subscript.
 public enum MLXArrayIndexOperation: CustomStringConvertible {
     case ellipsis
     case newAxis
@@ -39,7 +38,6 @@ public enum MLXArrayIndexOperation: CustomStringConvertible {
     fileprivate var isArrayOrIndex: Bool { isArray || isIndex }
 }
 
-/// An argument of a subscript, such as an integer, a range, an array of indices, ``ellipsis`` or ``newAxis``.
 public protocol MLXArrayIndex {
     var mlxArrayIndexOperation: MLXArrayIndexOperation { get }
 }
@@ -66,7 +64,6 @@ public struct MLXNewAxisIndex: MLXArrayIndex, Sendable {
 }
 
 extension MLXArrayIndex where Self == MLXNewAxisIndex {
-    /// A new axis of length 1.
     public static var newAxis: Self { Self() }
 }
 
@@ -160,7 +157,6 @@ extension MLXArray {
         set { update(indices.map { $0.mlxArrayIndexOperation }, newValue, stream) }
     }
 
-    /// Replaces the elements in the selected ranges.
     private func update(
         _ operations: [MLXArrayIndexOperation], _ elements: MLXArray, _ stream: StreamOrDevice
     ) {
@@ -178,7 +174,6 @@ extension MLXArray {
             })
     }
 
-    /// The part of the array that the indices select, similar to NumPy.
     public subscript(indices: [any MLXArrayIndex], stream stream: StreamOrDevice = .default) -> MLXArray {
         let operations = indices.map { $0.mlxArrayIndexOperation }
         guard operations.count == 1 else { return operations.isEmpty ? self : part(operations, stream) }
@@ -315,7 +310,6 @@ extension MLXArray {
         return (gathered.reshaped(result), dimensions)
     }
 
-    /// Returns whether another operation is between two integers or arrays.
     private static func areApart(_ operations: [MLXArrayIndexOperation]) -> Bool {
         let positions = operations.indices.filter { operations[$0].isArrayOrIndex }
         return positions.last.map { $0 - positions[0] >= positions.count } ?? false

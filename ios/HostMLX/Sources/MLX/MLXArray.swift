@@ -1,7 +1,6 @@
 import CHostMLX
 import Foundation
 
-/// An n-dimensional array that is evaluated lazily.
 public final class MLXArray {
 
     /// The C++ array, or nil after a failed operation.
@@ -19,13 +18,10 @@ public final class MLXArray {
         host_array_free(ctx)
     }
 
-    /// The number of elements.
     public var size: Int { host_array_size(ctx) }
 
-    /// The length of the first dimension.
     public var count: Int { dim(0) }
 
-    /// The size of all elements together, in bytes.
     public var nbytes: Int { host_array_nbytes(ctx) }
 
     public var ndim: Int { host_array_ndim(ctx) }
@@ -57,12 +53,10 @@ public final class MLXArray {
         asType(type.dtype, stream: stream)
     }
 
-    /// Evaluates the array.
     public func eval() {
         evalLock.withLock { host_array_eval(ctx) }
     }
 
-    /// Replaces this array by another.
     public func _updateInternal(_ array: MLXArray) {
         withExtendedLifetime(array) { host_array_assign(&ctx, array.ctx) }
     }
@@ -76,12 +70,10 @@ public final class MLXArray {
 
 extension MLXArray {
 
-    /// Returns the only element of the array.
     public func item<T: HasDType>() -> T {
         item(T.self)
     }
 
-    /// Returns the only element of the array, converted to `type`.
     public func item<T: HasDType>(_ type: T.Type) -> T {
         precondition(size == 1)
         eval()
@@ -120,7 +112,6 @@ extension MLXArray {
         return data.loadUnaligned(as: T.self)
     }
 
-    /// Returns the elements in row-major order, converted to `type`.
     public func asArray<T: HasDType>(_ type: T.Type) -> [T] {
         guard type.dtype == dtype else { return asType(type).asArray(type) }
         eval()
@@ -136,9 +127,7 @@ extension MLXArray {
         host_array_copy_bytes(ctx, destination)
     }
 
-    /// The way in which ``asData(access:)`` provides the bytes.
     public enum AccessMethod {
-        /// A contiguous copy.
         case copy
         /// The array's own memory if it is contiguous, which is valid as long as the array exists. Otherwise a copy.
         case noCopyIfContiguous
@@ -146,7 +135,6 @@ extension MLXArray {
         case noCopy
     }
 
-    /// The bytes of an array.
     public struct MLXArrayData {
         public let data: Data
         public let shape: [Int]
@@ -154,7 +142,6 @@ extension MLXArray {
         public let dType: DType
     }
 
-    /// Returns the bytes of the array.
     public func asData(access: AccessMethod = .copy) -> MLXArrayData {
         eval()
         let strides = strides
@@ -170,7 +157,6 @@ extension MLXArray {
         return MLXArrayData(data: data, shape: shape, strides: packedStrides, dType: dtype)
     }
 
-    /// The strides of a contiguous array with the same shape.
     private var packedStrides: [Int] {
         var stride = 1
         let reversed = shape.reversed().map { dim in
@@ -197,7 +183,6 @@ extension MLXArray: CustomStringConvertible {
 }
 
 extension MLXArray: Sequence {
-    /// Returns an iterator over the slices along the first dimension.
     public func makeIterator() -> some IteratorProtocol<MLXArray> {
         (0..<dim(0)).lazy.map { self[$0] }.makeIterator()
     }

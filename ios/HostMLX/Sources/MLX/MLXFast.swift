@@ -1,6 +1,5 @@
 import CHostMLX
 
-/// Operations for which MLX has fused kernels on a GPU.
 public enum MLXFast {
 
     /// Applies rotary position embedding to the first `dimensions`. With `freqs` `[dimensions / 2]` in place of `base`, pair i is
@@ -18,7 +17,6 @@ public enum MLXFast {
         }
     }
 
-    /// Applies rotary position embedding with an int32 offset for each index of the first axis.
     // swift-format-ignore: AlwaysUseLowerCamelCase
     public static func RoPE(
         _ array: MLXArray, dimensions: Int, traditional: Bool, base: Float?, scale: Float, offset: MLXArray,
@@ -57,7 +55,6 @@ public enum MLXFast {
         }
     }
 
-    /// Returns softmax(scale q kᵀ + mask) v. `mask` says which keys each query attends to.
     public static func scaledDotProductAttention(
         queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float, mask: ScaledDotProductAttentionMaskMode,
         stream: StreamOrDevice = .default
@@ -70,7 +67,6 @@ public enum MLXFast {
         }
     }
 
-    /// Returns x / √(mean(x²) + eps) · weight, over the last axis.
     public static func rmsNorm(_ x: MLXArray, weight: MLXArray, eps: Float, stream: StreamOrDevice = .default)
         -> MLXArray
     {

@@ -13,10 +13,8 @@ public enum Memory {
         public var peakMemory: Int
     }
 
-    /// The memory that arrays use.
     public static var activeMemory: Int { host_active_memory() }
 
-    /// The memory in the cache of freed buffers.
     public static var cacheMemory: Int { host_cache_memory() }
 
     /// The peak of the active memory. Setting it to any value resets it.
@@ -29,7 +27,6 @@ public enum Memory {
         Snapshot(activeMemory: activeMemory, cacheMemory: cacheMemory, peakMemory: peakMemory)
     }
 
-    /// The limit of the cache.
     public static var cacheLimit: Int {
         get {
             queue.sync {

@@ -81,7 +81,6 @@ public func subtract(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: S
     call(host_subtract, a, b, stream)
 }
 
-/// Returns `a` where `condition` is true, and `b` elsewhere.
 public func which(
     _ condition: MLXArray, _ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default
 ) -> MLXArray {
@@ -111,7 +110,6 @@ public func clip(_ array: MLXArray, max: some ScalarOrArray, stream: StreamOrDev
     clip(array, nil, max.asMLXArray(dtype: array.dtype), stream)
 }
 
-/// Returns whether two arrays have equal shapes and elements, as a Boolean array of one element.
 public func arrayEqual(
     _ array: MLXArray, _ other: some ScalarOrArray, equalNAN: Bool = false, stream: StreamOrDevice = .default
 ) -> MLXArray {
@@ -237,7 +235,6 @@ public func flattened(_ array: MLXArray, start: Int = 0, end: Int = -1, stream: 
     call(host_flatten_2, array, start, end, stream)
 }
 
-/// Drops axes of length 1.
 public func squeezed(_ array: MLXArray, axes: some Collection<Int>, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_squeeze_list, array, axes.asInt32, stream)
 }
@@ -250,7 +247,6 @@ public func squeezed(_ array: MLXArray, stream: StreamOrDevice = .default) -> ML
     call(host_squeeze, array, stream)
 }
 
-/// Adds axes of length 1.
 public func expandedDimensions(_ array: MLXArray, axes: some Collection<Int>, stream: StreamOrDevice = .default)
     -> MLXArray
 { call(host_expand_dims_list, array, axes.asInt32, stream) }
@@ -271,7 +267,6 @@ public func transposed(_ array: MLXArray, axis: Int, stream: StreamOrDevice = .d
     transposed(array, axes: [axis], stream: stream)
 }
 
-/// Reverses the order of the axes.
 public func transposed(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_transpose, array, stream)
 }
@@ -302,7 +297,6 @@ public func concatenated(
     withVector(arrays) { MLXArray(host_concatenate($0, axis.int32, stream.ctx)) }
 }
 
-/// Joins arrays along a new axis.
 public func stacked(
     _ arrays: some Collection<MLXArray>, axis: Int = 0, stream: StreamOrDevice = .default
 ) -> MLXArray {
@@ -317,13 +311,11 @@ public func split(
     }
 }
 
-/// Splits an array into two halves.
 public func split(_ array: MLXArray, axis: Int = 0, stream: StreamOrDevice = .default) -> (MLXArray, MLXArray) {
     let halves = split(array, parts: 2, axis: axis, stream: stream)
     return (halves[0], halves[1])
 }
 
-/// Splits an array at `indices` along `axis`.
 public func split(
     _ array: MLXArray, indices: some Collection<Int>, axis: Int = 0, stream: StreamOrDevice = .default
 ) -> [MLXArray] {
@@ -374,7 +366,6 @@ public func takeAlong(_ array: MLXArray, _ indices: MLXArray, stream: StreamOrDe
 
 // MARK: - Products
 
-/// Returns the product of [..., m, k] and [..., k, n].
 public func matmul(_ a: MLXArray, _ b: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_matmul, a, b, stream)
 }
@@ -414,7 +405,6 @@ public func quantized(
     return (parts[0], parts[1], parts.count > 2 ? parts[2] : nil)
 }
 
-/// Dequantizes the result of ``quantized(_:groupSize:bits:mode:globalScale:stream:)``.
 public func dequantized(
     _ w: MLXArray, scales: MLXArray, biases: MLXArray?, groupSize: Int? = nil, bits: Int? = nil,
     mode: QuantizationMode = .affine, globalScale: MLXArray? = nil, dtype: DType? = nil,

@@ -2,7 +2,6 @@ import CHostMLX
 import Dispatch
 import Foundation
 
-/// Random numbers from keys. The same key gives the same numbers.
 public enum MLXRandom {
 
     public static func key(_ seed: UInt64) -> MLXArray {
@@ -144,7 +143,6 @@ public enum MLXRandom {
 
 // MARK: - State
 
-/// A key, or a state that returns a new key at each use.
 public protocol RandomStateOrKey {
     func asRandomKey() -> MLXArray
 }
@@ -155,7 +153,6 @@ extension MLXArray: RandomStateOrKey {
 
 extension MLXRandom {
 
-    /// A state that returns a new key at each use.
     public class RandomState: RandomStateOrKey, Updatable, @unchecked Sendable {
         private var state: MLXArray
         private let lock = NSLock()

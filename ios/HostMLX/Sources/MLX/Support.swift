@@ -1,7 +1,6 @@
 import CHostMLX
 import Foundation
 
-/// The version of the MLX library that the program runs with.
 public let hostMLXVersion = String(cString: host_version())
 
 /// Guards evaluation and tracing, as in mlx-swift.
@@ -21,7 +20,6 @@ extension HostOptionalInt {
     }
 }
 
-/// Returns the index of `axis`, where a negative `axis` counts from the end.
 func resolve(axis: Int, ndim: @autoclosure () -> Int) -> Int {
     axis < 0 ? axis + ndim() : axis
 }
@@ -50,7 +48,6 @@ func call(
 
 typealias Reduction = (HostArray?, UnsafePointer<Int32>?, Int, Bool, HostStream) -> HostArray?
 
-/// Calls a reduction over `axes`, or over all axes for nil.
 func reduce(
     _ operation: Reduction, _ a: MLXArray, _ axes: [Int32]?, _ keepDims: Bool, _ stream: StreamOrDevice
 ) -> MLXArray {
@@ -59,7 +56,6 @@ func reduce(
 
 typealias Scan = (HostArray?, Int32, Bool, Bool, HostStream) -> HostArray?
 
-/// Calls a cumulative operation along `axis`, or over the flattened array for nil.
 func scan(
     _ operation: Scan, _ a: MLXArray, _ axis: Int?, _ reverse: Bool, _ inclusive: Bool, _ stream: StreamOrDevice
 ) -> MLXArray {

@@ -3,19 +3,16 @@ import Foundation
 
 // MARK: - Evaluation
 
-/// Evaluates the arrays.
 public func eval(_ arrays: MLXArray...) {
     eval(arrays)
 }
 
-/// Evaluates the arrays.
 public func eval(_ arrays: some Collection<MLXArray>) {
     withVector(arrays) { vector in
         _ = evalLock.withLock { host_eval(vector) }
     }
 }
 
-/// Starts the evaluation of the arrays, and returns before it ends.
 public func asyncEval(_ arrays: some Collection<MLXArray>) {
     withVector(arrays) { vector in
         _ = evalLock.withLock { host_async_eval(vector) }
@@ -24,7 +21,6 @@ public func asyncEval(_ arrays: some Collection<MLXArray>) {
 
 // MARK: - Differentiation
 
-/// Returns the function's values and Jacobian-vector products.
 public func jvp(
     _ f: @escaping ([MLXArray]) -> [MLXArray], primals: some Collection<MLXArray>,
     tangents: some Collection<MLXArray>
@@ -39,7 +35,6 @@ public func jvp(
     return (arrays(consuming: values), arrays(consuming: derivatives))
 }
 
-/// Returns the function's values, and the vector-Jacobian product for each primal.
 public func vjp(
     _ f: @escaping ([MLXArray]) -> [MLXArray], primals: some Collection<MLXArray>,
     cotangents: some Collection<MLXArray>

@@ -1,5 +1,3 @@
-// The recorder of the ledger, with its interface for rules.
-
 #ifndef RECORDER_H
 #define RECORDER_H
 
@@ -43,7 +41,6 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
         double gathered = 0);
     /// Keeps an array until the command buffer is complete (device.cpp:471).
     void temporary(mlx::core::array a);
-    /// Sets the name for the kernels of the primitive being evaluated.
     void fused(std::string name) { encoded_ = std::move(name); }
 
     // MARK: For the hooks
@@ -105,12 +102,10 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     std::unordered_map<const void *, std::pair<std::weak_ptr<mlx::core::array::Data>, size_t>> pending_;
     std::unordered_set<std::string> kernel_names_;
     size_t first_since_boundary_ = 0;
-    /// The name for the kernels of the primitive being evaluated.
     std::string encoded_;
     bool is_on_cpu_ = false;
 };
 
-/// Records the work of the primitive of `arr` on Metal, and gives `outputs` their data.
 void apply_rule(Recorder &recorder, mlx::core::array &arr, std::vector<mlx::core::array> &outputs);
 
 }  // namespace ledger

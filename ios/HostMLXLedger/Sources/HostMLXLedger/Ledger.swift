@@ -5,14 +5,8 @@ import MLX
 /// The costs of work on a GPU that this machine does not have.
 ///
 /// A ledger visits the primitives of an evaluation in MLX's order and counts what each would cost on Metal. See `docs/gpu.md`.
-///
-/// ```swift
-/// let ledger = try Ledger.record { step() }
-/// print(ledger.kernels, ledger.evals, ledger.peakBytes, ledger.seconds())
-/// ```
 public struct Ledger: Codable, Sendable, Equatable {
 
-    /// The totals of one kind of kernel.
     public struct Kind: Codable, Sendable, Equatable {
         public var kernels = 0
         /// The floating-point operations of matrix products. A multiply–add counts as two.
@@ -59,9 +53,7 @@ public struct Ledger: Codable, Sendable, Equatable {
     /// The bytes of the caller's memory that kernels use. Each buffer counts whole, because Metal keeps whole buffers in memory.
     public var wiredBytes = 0.0
 
-    /// The number of kernels that the GPU runs.
     public var kernels: Int { kinds.values.reduce(0) { $0 + $1.kernels } }
-    /// The floating-point operations of matrix products.
     public var flop: Double { kinds.values.reduce(0) { $0 + $1.flop } }
     /// The bytes that kernels read. A kernel counts each input once. A gather counts only the elements that it takes, and the indices.
     public var readBytes: Double { kinds.values.reduce(0) { $0 + $1.readBytes } }
@@ -95,7 +87,6 @@ extension Ledger {
             + (readBytes + writtenBytes) / time.bytesPerSecond + flop / time.flopPerSecond
     }
 
-    /// Returns the modelled time in seconds of the GPU's work in `spinning`.
     public func secondsSpinning(_ time: LedgerTime = LedgerTime()) -> Double {
         Double(spinning.kernels) * time.secondsPerKernel + spinning.readBytes / time.bytesPerSecond
             + spinning.flop / time.flopPerSecond
@@ -165,7 +156,6 @@ public struct LedgerRules: Codable, Sendable, Equatable {
             megaElementsPerBuffer: megaElementsPerBuffer, runAhead: runAhead, lateHandlers: lateHandlers)
     }
 
-    /// The rules of MLX's CPU backend.
     public static let cpu = LedgerRules(
         isMetal: false, operationsPerBuffer: 0, megaElementsPerBuffer: .max >> 32, runAhead: 0)
 
@@ -180,7 +170,6 @@ public struct LedgerRules: Codable, Sendable, Equatable {
 
 // MARK: - Recording
 
-/// The reason why a recording failed.
 public struct LedgerError: LocalizedError, Sendable, Equatable {
     public var message: String
     public var errorDescription: String? { message }
@@ -224,7 +213,6 @@ extension Ledger {
     /// Begins a new interval for `mostFirstKernels`.
     public static func boundary() { host_ledger_boundary() }
 
-    /// Records the costs of the evaluations in an asynchronous `body`.
     public static func record(
         compute: Bool = false, device: DeviceType = .gpu, rules: LedgerRules = .phone,
         trace: ((_ primitive: String, _ size: Int) -> Void)? = nil, _ body: () async throws -> Void

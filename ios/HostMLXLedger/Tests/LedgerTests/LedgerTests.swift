@@ -5,7 +5,6 @@ import Testing
 
 @testable import MLX
 
-/// Metal's page size in bytes.
 private let page = 16384
 private let pageOfFloats = 4096
 

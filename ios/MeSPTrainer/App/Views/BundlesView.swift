@@ -61,7 +61,6 @@ struct BundlesView: View {
     }
 }
 
-/// Looks up a bundle or a model on the Hub, and downloads it.
 private struct DownloadSection: View {
     @Environment(AppModel.self) private var model
 

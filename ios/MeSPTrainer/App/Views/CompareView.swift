@@ -2,7 +2,6 @@ import MeSPAppModel
 import SwiftUI
 import UniformTypeIdentifiers
 
-/// Compares the base model with the fine-tuned model, and measurements on this phone with the paper's figures.
 struct CompareView: View {
     @Environment(AppModel.self) private var model
     @State private var steps = 5

@@ -1,7 +1,6 @@
 import MeSPAppModel
 import SwiftUI
 
-/// The screen for federated training. Each person's text stays on that person's device.
 struct FederationView: View {
     @Environment(AppModel.self) private var model
     @State private var asks = false

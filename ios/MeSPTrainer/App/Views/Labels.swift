@@ -1,7 +1,6 @@
 import MeSPAppModel
 import SwiftUI
 
-/// A label in which only the symbol has the tint.
 struct TintedLabel: View {
     let text: String
     let systemImage: String
@@ -75,17 +74,14 @@ extension StoredRun.Status {
 }
 
 extension Int {
-    /// The number of bytes as text in decimal units, such as “1.5 GB”.
     var bytes: String { formatted(.byteCount(style: .file)) }
 }
 
 extension Double {
-    /// The number as text, such as “1.25×”.
     var times: String { "\(formatted(.number.precision(.fractionLength(2))))×" }
 }
 
 extension URL {
-    /// Runs `body` with access to a file outside the app's sandbox.
     @MainActor func accessed(_ body: () async -> Void) async {
         let granted = startAccessingSecurityScopedResource()
         await body()

@@ -1,7 +1,6 @@
 import MeSPAppModel
 import SwiftUI
 
-/// Shows examples of what a run changed in the model.
 struct LearnedSection: View {
     @Environment(AppModel.self) private var model
     let run: StoredRun

@@ -3,7 +3,6 @@ import SwiftUI
 
 struct RunsView: View {
     @Environment(AppModel.self) private var model
-    /// The identifier of the opened run. The array is empty while the list is shown.
     @State private var path: [StoredRun.ID] = []
 
     var body: some View {

@@ -4,7 +4,6 @@ import SwiftUI
 import UniformTypeIdentifiers
 
 extension UTType {
-    /// The type of bundles, which Info.plist declares.
     static let mespBundle = UTType(exportedAs: "org.mesp.bundle")
 }
 

@@ -16,7 +16,6 @@ struct TrainView: View {
     }
 }
 
-/// Offers to resume a run that ended because the app was terminated.
 private struct InterruptedSection: View {
     @Environment(AppModel.self) private var model
     let run: StoredRun

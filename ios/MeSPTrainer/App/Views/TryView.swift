@@ -129,7 +129,6 @@ struct TryView: View {
         }
     }
 
-    /// Shows buttons to prefer or correct an answer. The next run can train on these choices.
     @ViewBuilder private func choiceButtons(_ side: SideBySideChat.Side, _ answer: String, of turn: SideBySideChat.Turn)
         -> some View
     {

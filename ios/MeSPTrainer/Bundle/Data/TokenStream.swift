@@ -25,10 +25,8 @@ package struct Example: Sendable, Equatable {
     }
 
     var length: Int { tokens.count - 1 }
-    /// The tokens before the first target in the loss.
     package var prompt: [Int32] { Array(tokens.prefix((counted.first ?? 0) + 1)) }
     package var inputs: [Int32] { Array(tokens.dropLast()) }
-    /// The targets in the loss.
     package var targets: [Int32] { counted.map { tokens[$0 + 1] } }
     /// The number of inputs up to the last target in the loss. Later inputs do not affect the loss.
     package var inputCount: Int { (counted.last ?? -1) + 1 }
@@ -48,11 +46,9 @@ package struct TokenStream: Sendable {
     let examples: Data?
     /// One byte per token: 1 if the token as a target is in the loss, else 0. If it is nil, all targets are in the loss.
     let mask: Data?
-    /// One `Label` per example, or nil without preference data.
     let labels: Data?
     /// The token that replaces the first token of each window or of each of the `pieces(of:)`, if any.
     private(set) var begin: Int?
-    /// Whether several examples may share a sequence.
     package let packsExamples: Bool
 
     /// The label of an answer in preference data. In a pair, the rejected answer directly follows the chosen one.
@@ -119,9 +115,7 @@ package struct TokenStream: Sendable {
     }
 
     package var hasExamples: Bool { examples != nil }
-    /// Whether the split is preference data.
     package var hasPreferences: Bool { labels != nil }
-    /// Whether the preference data consist of pairs of answers.
     package var hasPairs: Bool { (labels?.first).flatMap(Label.init)?.isOfPair ?? false }
 
     fileprivate func label(_ example: Int) -> Label? {
@@ -130,10 +124,6 @@ package struct TokenStream: Sendable {
 
     /// Returns the sequences, each padded or cut to one of `lengths`. Sequences without a target in the loss are left out. If one answer of a pair is
     /// left out, so is the other.
-    ///
-    /// - Parameters:
-    ///   - lengths: the possible sequence lengths, ascending and not empty.
-    ///   - packed: whether several examples can share a sequence.
     package func sequences(lengths: [Int], packed: Bool = false) -> Sequences {
         guard let length = lengths.last else { preconditionFailure("sequences of no length") }
         let all = examples == nil ? max(0, tokenCount - 1) / length : exampleCount
@@ -187,7 +177,6 @@ package struct TokenStream: Sendable {
         return (bounds.start, min(bounds.length, length + 1))
     }
 
-    /// Returns the positions in the sequence whose targets are in the loss.
     fileprivate func counted(_ bounds: (start: Int, length: Int)) -> [Int] {
         let positions = 0..<bounds.length - 1
         guard let mask else { return Array(positions) }
@@ -204,7 +193,6 @@ package struct TokenStream: Sendable {
 
     package struct Sequences: Sendable {
         fileprivate let stream: TokenStream
-        /// The possible sequence lengths, ascending.
         package let lengths: [Int]
         package let count: Int
         /// The indices of the examples or windows in use; nil for all windows.
@@ -252,7 +240,6 @@ package struct TokenStream: Sendable {
 
         var hasPairs: Bool { stream.hasPairs }
 
-        /// Returns the label of a sequence with one example, and that example's index in the stream.
         package func label(_ index: Int) -> (label: Label?, number: Int) {
             let number = usable?[index] ?? index
             return (stream.label(number), number)

@@ -7,11 +7,9 @@ struct AllowedPrimitives: Decodable {
     /// For each element type, MLX's code and the size in bytes.
     let types: [ElementType: [Int]]
     let limits: Limits
-    /// The arrays that a block's function takes and returns (see `FunctionSignature`).
     let signature: Signature
     /// The supported pairs of bits and group size, by MLX's code of the quantization mode.
     let quantizations: [String: [[Int]]]
-    /// The array shapes for which MLX has an attention kernel.
     let attention: Attention
     let primitives: [String: Primitive]
 

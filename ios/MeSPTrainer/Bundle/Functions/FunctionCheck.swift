@@ -37,7 +37,6 @@ private struct Primitive {
     let name: String
     let allowed: AllowedPrimitives.Primitive
     let device: Int32
-    /// The integers and Booleans of the primitive's state.
     let integers: [Int]
     let numbers: [Double]
     let lists: [[Int]]
@@ -200,7 +199,6 @@ private struct FunctionReader {
         return items
     }
 
-    /// Reads an item count, and throws if that many items of `itemBytes` bytes cannot fit into the rest of the file.
     private mutating func count(itemBytes: Int) throws -> Int {
         let count = try integer(UInt64.self)
         guard count <= UInt64((file.count - position) / itemBytes) else { throw damaged }
@@ -293,7 +291,6 @@ private struct FunctionCheck {
         }
     }
 
-    /// Returns the output types of a primitive, or nil if its inputs or its state break its rule.
     private func results(of primitive: Primitive, _ inputs: [ArrayType]) -> [ArrayType]? {
         let (integers, lists) = (primitive.integers, primitive.lists)
         let counts =

@@ -10,13 +10,9 @@ extension FunctionSignature {
     /// Creates the signature that the function of a block must have.
     ///
     /// - Parameters:
-    ///   - dtype: the type of activations.
     ///   - words: the length of the block's weight file in 32-bit words.
-    ///   - length: the sequence length in tokens.
-    ///   - packed: whether the function takes packed sequences of several records.
     init(of block: BlockShape, dtype: ElementType, words: Int, length: Int, rank: Int, packed: Bool) throws {
         let (architecture, listed) = (block.architecture, try AllowedPrimitives.list.get().signature)
-        // The number of LoRA parameters of all linear layers of the block.
         let lora = block.modules.map(block.dimensions).reduce(0) { $0 + rank * ($1.inputs + $1.outputs) }
         var sizes = [
             "1": 1, "length": length, "hidden": architecture.hiddenSize, "intermediate": block.mlp.intermediateSize,

@@ -3,10 +3,6 @@ import MLX
 extension BlockwiseModel {
     /// Computes a block's gradients from the block's input by automatic differentiation (MeBP).
     ///
-    /// - Parameters:
-    ///   - x: the block's input `[1, T, hidden]`
-    ///   - d: dy `[1, T, hidden]`, replaced by dx
-    ///   - dShared: see `Block.structuredBackward`
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. This gradient, `d` and `dShared` are evaluated.
     func automaticGradient(
         _ call: BlockCall, _ x: MLXArray, d: inout MLXArray, dShared: inout MixerState.KeyValues?
@@ -22,7 +18,6 @@ extension BlockwiseModel {
         // Shared keys and values are outputs of the block that computes them, and inputs of the other blocks that attend to them.
         let (taken, sum) = (call.side.shared, call.side.shared == nil ? dShared : nil)
         let dtype = x.dtype
-        /// Returns the gradients of the inputs, from the gradients `cotangents` of some of the block's outputs.
         func gradients(
             cotangents: [MLXArray], of outputs: @escaping (_ pass: any BlockForward, _ x: MLXArray) throws -> [MLXArray]
         ) throws -> [MLXArray] {

@@ -10,8 +10,6 @@ struct MeZO {
     let trainer: Trainer
 
     /// Performs one update from losses whose sum is ℒ. The step's loss is the mean of ℒ₊ and ℒ₋.
-    ///
-    /// - Throws: for example `NotFinite` if the losses do not give a finite g.
     func step(_ losses: [some StepLoss], number: Int) throws -> StepResult {
         let (model, updates) = (trainer.model, trainer.updates)
         let (keys, epsilon) = (try updates.randomKeys(number), model.settings.mezoEpsilon)

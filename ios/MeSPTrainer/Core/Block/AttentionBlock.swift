@@ -32,7 +32,6 @@ extension Block {
         return (.attention(q: qAndGate, k: k, v: v, attnOut: attnOut), linear(.o)(gated, machine: machine))
     }
 
-    /// Returns q, k and v, `[heads, n, …]` each. If the mixer has gates, the gate of each head follows the head's query in q.
     func projectQKV(_ mixer: AttentionMixer, _ mixerIn: MLXArray) -> (q: MLXArray, k: MLXArray, v: MLXArray) {
         let (heads, keyHeads) = (mixer.numAttentionHeads, mixer.numKeyValueHeads)
         let q = project(.q, mixerIn).byHead(heads)
@@ -42,7 +41,6 @@ extension Block {
         )
     }
 
-    /// Computes attention for one token of each sequence, in fewer operations.
     private func attentionOfOne(
         _ mixer: AttentionMixer, _ attention: Attention, _ mixerIn: MLXArray, _ states: inout [MixerState]
     ) -> MixerResult {
@@ -68,7 +66,6 @@ extension Block {
         return (.attention(q: qAndGate, k: k, v: v, attnOut: attnOut), linear(.o)(gated, machine: machine))
     }
 
-    /// Computes o(attention(q, k̂, v̂)) with the keys and values of another block.
     private func attentionOverShared(
         _ mixer: AttentionMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
     ) -> MixerResult {
@@ -104,8 +101,6 @@ extension Block {
             values: attention.value(project(.v, mixerIn).byHead(mixer.numKeyValueHeads)).asType(x.dtype))
     }
 
-    /// Returns the gradients of the outputs of the projections q, k and v, and of the projection g if the block has it, from the gradient of the
-    /// mixer's output `[T, hidden]`. A block without its own keys and values has only q.
     func attentionBackward(
         _ mixer: AttentionMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ carried: inout CarriedGradients,
@@ -154,9 +149,6 @@ extension Block {
         return [.q: machine.part(dqg), .k: d.dk, .v: d.dv]
     }
 
-    /// Computes the derivative of o(attn_out), or of o(attn_out ∘ σ(g)).
-    ///
-    /// - Returns: the gradient of attn_out `[T, heads·d]`, and the gradient of g in the shape of g. Without a gate, the gradient of g is nil.
     private func attentionOutput(
         _ mixer: AttentionMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ gradients: inout LoRAGradients
@@ -171,6 +163,5 @@ extension Block {
 }
 
 extension MLXArray {
-    /// Reshapes `[n, heads·d]` to `[heads, n, d]`.
     fileprivate func byHead(_ heads: Int) -> MLXArray { reshaped([dim(0), heads, -1]).swappedAxes(0, 1) }
 }

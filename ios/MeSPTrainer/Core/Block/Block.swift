@@ -7,20 +7,14 @@ import MeSPBundle
 ///     mixer_in = RMSNorm(x)                     mlp_in = RMSNorm(x_mid)
 ///     x_mid = x + mixer(mixer_in)               y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
 ///
-/// A block may have a mixture of experts instead of the MLP or in addition to the MLP, and it may have per-layer embeddings. Each projection is a
-/// `LoRALinear`. In a block with post-norms, the outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y
-/// and the outputs of the mixer's input projections have the bundle's dtype.
-///
-/// BlockForward.swift and StructuredBackward.swift contain the two passes. Each mixer, the mixture of experts and the per-layer embeddings have their
-/// own file with both passes.
+/// In a block with post-norms, the outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y and the
+/// outputs of the mixer's input projections have the bundle's dtype.
 package struct Block {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`, or nil for the base model.
     let lora: MLXArray?
-    /// DoRA's formulas for the block's modules; nil without DoRA.
     var dora: DoRA?
     let layout: LoRALayout
-    /// The factor s of the adapters' output, see `BlockwiseModel.scale`.
     let scale: Float
     var machine: Machine
     var keptLayers: [Projection: LoRALinear]?
@@ -38,11 +32,10 @@ package struct Block {
         self.side = side
     }
 
-    /// Returns the row range of each record in a sequence of `length` tokens. The mixer processes each record separately.
     func records(_ length: Int) -> [Range<Int>] { side.records ?? [0..<length] }
 
-    /// Returns the segments of a long sequence, which the mixer processes one at a time. Each segment has at most `Machine.mixerTokens` tokens.
-    /// Returns an empty list if the mixer processes the sequence at once.
+    /// Returns the segments of a long sequence, which the mixer processes one at a time. Returns an empty list if the mixer processes the sequence at
+    /// once.
     func segments(_ length: Int) -> [Range<Int>] {
         guard side.records == nil, length > machine.mixerTokens, weights.shape.mixer.goesBySegments else { return [] }
         return tiles(of: length, size: machine.mixerTokens)
@@ -67,7 +60,6 @@ package struct Block {
         return layout.block.trainable.firstIndex(of: module).map { key[$0] }
     }
 
-    /// Returns the layer of an expert's projection, for the rows `tokens` of the block's x.
     func linear(_ weight: QuantizedMatrix, _ projection: Projection, expert: Int, tokens: [Int]) -> LoRALinear {
         let lora = matrices(projection).map { LoRAMatrices(a: $0.a[expert], b: $0.b[expert]) }
         let dropout = dropoutKey(projection).map {
@@ -76,7 +68,6 @@ package struct Block {
         return LoRALinear(weight: weight, bias: nil, lora: lora, scale: scale, dropout: dropout)
     }
 
-    /// Returns a copy of this block whose first token is `token` positions later in the sequence.
     func from(_ token: Int) -> Block {
         var block = self
         block.firstToken += token
@@ -85,7 +76,6 @@ package struct Block {
 }
 
 extension Mixer {
-    /// Whether the mixer processes a long sequence in segments.
     var goesBySegments: Bool {
         switch self {
         case .attention, .gatedDeltaNet: true
@@ -94,11 +84,9 @@ extension Mixer {
     }
 }
 
-/// A block's index, weights, LoRA parameters and side inputs for the passes over one sequence.
 package struct BlockCall {
     package let index: Int
     let weights: BlockWeights
-    /// The LoRA parameters `[P]`.
     var lora: MLXArray
     var dora: DoRA?
     package var side: SideInputs
@@ -114,9 +102,8 @@ package struct SideInputs {
     var records: [Range<Int>]?
     /// p `[T, size]`, the tokens' embeddings for this layer; nil for a model without per-layer embeddings.
     var perLayer: MLXArray?
-    /// The keys and values that this block takes from another block. Generation uses `Block.sharedStates` instead.
+    /// The keys and values that this block takes from another block.
     var shared: MixerState.KeyValues?
-    /// The dropout key of the block, for one sequence in a step; nil without dropout.
     package var dropout: DropoutKey?
 
     package init(
@@ -137,7 +124,6 @@ package struct SideInputs {
 
 /// The forward pass of one block over a whole sequence x `[1, T, hidden]`. The returned arrays may not be evaluated yet.
 package protocol BlockForward {
-    /// Returns y `[1, T, hidden]`.
     func output(_ x: MLXArray) throws -> MLXArray
     /// Returns the arrays that the backward pass reads, except gate and up.
     func intermediates(_ x: MLXArray) throws -> Intermediates

@@ -2,7 +2,7 @@ import MLX
 import MeSPBundle
 
 /// The forward pass by MLX operations, without the bundle's block function. Generation uses it on every device, and training uses it on a CPU. On a
-/// GPU, training uses it with dropout or DoRA, and without a function for the length and the rank. MeBP differentiates it without a plain function.
+/// GPU, training uses it with dropout or DoRA, and without a function for the length and the rank.
 extension Block: BlockForward {
     private var inForwardPass: Block {
         var block = self
@@ -14,9 +14,6 @@ extension Block: BlockForward {
     ///
     /// - Parameters:
     ///   - x: the tokens of one or several sequences, concatenated, `[n, hidden]`
-    ///   - sequences: the rows of each sequence
-    ///   - states: each sequence's state before these tokens, replaced by the state after them
-    /// - Returns: y `[n, hidden]`.
     func output(_ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState]) -> MLXArray {
         let xMid = machine.part(sum(x, weights.mixerPostNorm, inForwardPass.mixer(x, sequences, &states).out))
         return addMLP(to: xMid, inForwardPass.mlp(weights.mlpNorm(xMid)), side.perLayer)
@@ -73,9 +70,6 @@ extension Block: BlockForward {
             }())
     }
 
-    /// Computes x_mid of a long sequence in segments.
-    ///
-    /// - Parameter keeps: whether to keep the arrays that the backward pass reads.
     private func bySegments(_ x: MLXArray, _ rows: [Range<Int>], keeps: Bool) -> Intermediates {
         let start = MixerState(weights, dtype: x.dtype)
         var states = [start]
@@ -117,7 +111,6 @@ extension Block: BlockForward {
         return Intermediates(mixer: recomputed, xMid: x, mixerOut: mixerOut, segment: segment)
     }
 
-    /// Returns the initial states for a whole sequence x `[T, hidden]`, one for each record.
     private func start(_ x: MLXArray) -> [MixerState] {
         records(x.dim(0)).map { _ in MixerState(weights, dtype: x.dtype) }
     }
@@ -127,7 +120,6 @@ extension Block: BlockForward {
         return (p.map { perLayer(h, p: $0) } ?? h).asType(xMid.dtype)
     }
 
-    /// Returns x + norm(output), or x + output without a norm, in x's dtype.
     private func sum(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
         sumInFloat32(x, norm, output).asType(x.dtype)
     }
@@ -152,12 +144,10 @@ extension Block: BlockForward {
         }
     }
 
-    /// Returns a projection of mixer_in, in mixer_in's dtype.
     func project(_ name: Projection, _ mixerIn: MLXArray) -> MLXArray {
         machine.part(linear(name)(mixerIn, machine: machine).asType(mixerIn.dtype))
     }
 
-    /// Calls `formula` with each sequence's rows and state, and concatenates the results.
     func eachSequence(
         _ sequences: [Range<Int>], _ states: inout [MixerState],
         formula: (_ rows: Range<Int>, _ state: inout MixerState) -> MLXArray
@@ -169,8 +159,6 @@ extension Block: BlockForward {
 
     /// Returns the output of the gated MLP or of the mixture of experts, in float32. If the block has both, returns their sum, in which the MLP's
     /// output may be multiplied by `factor`.
-    ///
-    /// - Parameter inner: gate and up of the MLP; nil to compute them.
     private func mlp(_ mlpIn: MLXArray, _ inner: (gate: MLXArray, up: MLXArray)? = nil) -> MLXArray {
         let mixture = weights.shape.mlp.experts.map { mixtureOfExperts($0, mlpIn) }
         if let mixture, weights.shape.mlp.modules.isEmpty { return mixture }

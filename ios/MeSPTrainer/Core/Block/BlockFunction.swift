@@ -7,7 +7,6 @@ import MeSPBundle
 ///
 /// Further arguments are the arrays of `SideInputs`. With packed records, the last argument is the position at which each token's record begins.
 package final class BlockFunction {
-    /// The outputs that a caller evaluates.
     fileprivate enum Selection {
         case output, intermediates, all
 
@@ -25,7 +24,6 @@ package final class BlockFunction {
     private let isFused: Bool
     private var fused = [Selection: @Sendable ([MLXArray]) -> [MLXArray]]()
     private var error: (any Error)?
-    /// The selections whose kernels a GPU has compiled.
     private var compiled = Set<Selection>()
 
     init(_ function: ImportedFunction, isFused: Bool) {
@@ -36,8 +34,6 @@ package final class BlockFunction {
     ///
     /// - Parameters:
     ///   - call: has records only if this is the function for packed records
-    ///   - layout: the layout of the call's parameters
-    ///   - pause: called after the evaluation of each output while a GPU compiles the kernels; otherwise nil
     package func callAsFunction(
         _ call: BlockCall, _ layout: LoRALayout, scale: Float, pause: (() -> Void)? = nil
     ) -> some BlockForward {
@@ -47,7 +43,6 @@ package final class BlockFunction {
             pause: pause)
     }
 
-    /// Returns the selected outputs, not evaluated.
     fileprivate func outputs(_ selection: Selection, _ arguments: [MLXArray]) throws -> [MLXArray] {
         guard isFused else { return selection.of(try call(arguments)) }
         error = nil
@@ -63,8 +58,7 @@ package final class BlockFunction {
         return result
     }
 
-    /// Makes a GPU compile the kernels for these outputs, once. Evaluates one output at a time and calls `pause` after each. For y, the intermediates
-    /// are evaluated first, as they share kernels with y.
+    /// Makes a GPU compile the kernels for these outputs, once. For y, the intermediates are evaluated first, as they share kernels with y.
     fileprivate func compileKernels(_ selection: Selection, _ arguments: [MLXArray], pause: () -> Void) throws {
         for selection in selection == .output ? [.intermediates, .output] : [selection]
         where compiled.insert(selection).inserted {
@@ -143,6 +137,5 @@ private struct Call: BlockForward {
 }
 
 extension MLXArray {
-    /// The array without the batch axis, as a view.
     fileprivate var unbatched: MLXArray { squeezed(axis: 0) }
 }

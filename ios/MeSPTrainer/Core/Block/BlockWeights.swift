@@ -2,18 +2,15 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// A block's frozen weights and its layers.
 package struct BlockWeights {
     let shape: BlockShape
     var packed: PackedWeights
 
-    /// These weights, for operations on the CPU.
     package var onCPU: BlockWeights { BlockWeights(shape: shape, packed: packed.onCPU) }
 
     private var architecture: Architecture { shape.architecture }
     var activation: Activation { architecture.hiddenAct }
 
-    /// Returns W `[out, in]` of a projection.
     package func matrix(_ projection: Projection) -> QuantizedMatrix {
         let (module, outputs) = shape.place(projection)
         return matrix(module).rows(outputs)
@@ -35,7 +32,6 @@ package struct BlockWeights {
         )
     }
 
-    /// Returns R `[E, hidden]`, the router's matrix.
     func router(_ experts: Experts) -> QuantizedMatrix {
         packed.matrix(experts.router + ".", inputs: architecture.hiddenSize)
     }
@@ -45,12 +41,10 @@ package struct BlockWeights {
         shape.mlp.experts?.mlpGate.map { packed.matrix($0 + ".", inputs: architecture.hiddenSize) }
     }
 
-    /// Returns the experts of each token `[T, k]`, from the router's outputs `[T, E]`.
     func chosen(_ experts: Experts, _ z: MLXArray) -> MLXArray {
         experts.chosen(z, bias: experts.bias.map { packed[$0] })
     }
 
-    /// Returns the bias `[out]` of a projection; nil if it has none.
     func bias(_ projection: Projection) -> MLXArray? {
         let (module, outputs) = shape.place(projection)
         return architecture.biases.contains(module.name) ? packed[module.name + ".bias"][outputs] : nil
@@ -59,7 +53,6 @@ package struct BlockWeights {
     var mixerNorm: RMSNorm { norm("input_layernorm") }
     /// The norm of x_mid. In a block with post-norms, the name `post_attention_layernorm` belongs to the mixer's post-norm.
     var mlpNorm: RMSNorm { norm(architecture.postNorms ? "pre_feedforward_layernorm" : "post_attention_layernorm") }
-    /// The norms of the mixer's and the MLP's outputs; nil in a block without post-norms.
     var mixerPostNorm: RMSNorm? { architecture.postNorms ? norm("post_attention_layernorm") : nil }
     var mlpPostNorm: RMSNorm? { architecture.postNorms ? norm("post_feedforward_layernorm") : nil }
 
@@ -71,7 +64,6 @@ package struct BlockWeights {
                 ? RMSNorm(weight: MLXArray.ones([mixer.headDim]), eps: architecture.rmsNormEps) : nil)
     }
 
-    /// The factor `[1]` of y in a block with per-layer embeddings.
     var layerScalar: MLXArray { packed["layer_scalar"].asType(.float32) }
     var perLayerNorm: RMSNorm { norm("post_per_layer_input_norm") }
 

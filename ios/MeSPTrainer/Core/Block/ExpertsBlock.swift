@@ -7,7 +7,6 @@ import MeSPBundle
 /// Tokens are grouped by expert. An expert's matrices are read once for each group of at most `most` tokens. The matrices of an expert that no token
 /// chose are not read.
 extension Block {
-    /// Returns the mixture for each token, `[n, hidden]` in float32.
     func mixtureOfExperts(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
         // The backward pass uses the same tiles, so that the router chooses the same experts.
         let parts = tiles(of: mlpIn.dim(0), size: machine.mlpTokens).map { rows in
@@ -23,13 +22,6 @@ extension Block {
         return concatenated(parts)
     }
 
-    /// Computes the gradients through each expert and through the router.
-    ///
-    /// - Parameters:
-    ///   - mlpIn: `[n, hidden]`
-    ///   - dy: `[n, hidden]`, in float32
-    ///   - dx: the sum to which the gradient of mlpIn is added, in float32
-    ///   - gradients: the sums to which the gradients of the experts' adapters are added
     func mixtureOfExpertsBackward(
         _ experts: Experts, _ mlpIn: MLXArray, dy: MLXArray, addedTo dx: inout MLXArray,
         _ gradients: inout LoRAGradients
@@ -116,7 +108,6 @@ private struct Routed {
         }
     }
 
-    /// Returns the weights of an expert's pairs, `[count, 1]`.
     func weights(_ pairs: Pairs) -> MLXArray {
         w.flattened().take(.of(pairs.places), axis: 0).expandedDimensions(axis: -1)
     }

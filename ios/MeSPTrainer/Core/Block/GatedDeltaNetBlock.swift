@@ -24,7 +24,6 @@ extension Block {
         )
     }
 
-    /// Returns the gradients of qkv, z, b and a, from the gradient of the mixer's output `[T, hidden]`.
     func gatedDeltaNetBackward(
         _ mixer: GatedDeltaNetMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ carried: inout CarriedGradients,
@@ -48,10 +47,6 @@ extension Block {
 
     /// Computes the gradients of o and z for out(f(o, z)), some tokens at a time.
     ///
-    /// - Parameters:
-    ///   - inputs: returns o and z from the intermediates
-    ///   - f: the gated norm of a recurrent mixer
-    ///   - derivative: returns the gradients of o and z from the gradient of f(o, z)
     /// - Returns: the gradients of o and z, with an element for each range of tokens.
     func gatedOutput(
         _ intermediates: consuming Intermediates, _ inputs: (Intermediates) -> (o: MLXArray, z: MLXArray),

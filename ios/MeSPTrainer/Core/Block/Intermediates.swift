@@ -3,7 +3,7 @@ import MeSPBundle
 
 /// The arrays of a block's forward pass that the backward pass reads, without the batch axis.
 package struct Intermediates: Arrays {
-    /// The mixer's arrays; nil if the mixer processes the sequence in segments. The backward pass then recomputes them for each segment.
+    /// The mixer's arrays; nil if the mixer processes the sequence in segments.
     var mixer: MixerIntermediates?
     let xMid: MLXArray
     /// gate and up `[T, intermediate_size]`; nil if the backward pass recomputes them, tile by tile.
@@ -30,8 +30,7 @@ package struct Intermediates: Arrays {
 /// The arrays of a mixer that the backward pass reads: the outputs of the mixer's input projections, and the mixer's result before the output gate or
 /// norm. Their shape is `[T, features]`, except for attention's q, k and v.
 package enum MixerIntermediates: Arrays {
-    /// q, k and v before their norms and RoPE, `[heads, T, …]`, and attn_out. If the mixer has gates, the gate of each head follows the head's query
-    /// in q.
+    /// q, k and v before their norms and RoPE, `[heads, T, …]`, and attn_out.
     case attention(q: MLXArray, k: MLXArray, v: MLXArray, attnOut: MLXArray)
     /// qkv before its convolution, z, b followed by a, and o.
     case gatedDeltaNet(qkv: MLXArray, z: MLXArray, ba: MLXArray, o: MLXArray)
@@ -39,7 +38,6 @@ package enum MixerIntermediates: Arrays {
     /// z, xBC before its convolution, dt, and o.
     case mamba2(z: MLXArray, xBC: MLXArray, dt: MLXArray, o: MLXArray)
 
-    /// - Parameter a: the four arrays, in the block function's order.
     init(_ mixer: Mixer, _ a: ArraySlice<MLXArray>) {
         let i = a.startIndex
         self =
@@ -61,7 +59,6 @@ package enum MixerIntermediates: Arrays {
         }
     }
 
-    /// The arrays in the block function's order.
     var arrays: [MLXArray] {
         switch self {
         case .attention(let q, let k, let v, let attnOut): [q, k, v, attnOut]
@@ -96,15 +93,12 @@ extension Intermediates {
     }
 }
 
-/// The outputs of the exported block function.
 package struct BlockOutputs {
-    /// The block's output `[1, T, hidden]`.
     package let y: MLXArray
     /// RMSNorm(x) `[T, hidden]`; the backward pass recomputes it from x.
     package let mixerIn: MLXArray
     package let intermediates: Intermediates
 
-    /// Returns the outputs' names in docs/method.md, in the function's order.
     package static func names(of mixer: Mixer) -> [String] {
         ["y", "mixer_in"] + MixerIntermediates.names(of: mixer) + ["x_mid", "gate", "up", "mixer_out", "mlp_out"]
     }

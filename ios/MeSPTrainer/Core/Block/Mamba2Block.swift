@@ -24,7 +24,6 @@ extension Block {
         return (.mamba2(z: z, xBC: xBC, dt: dt, o: o), linear(.out)(mamba.gatedNorm(o: o, z: z), machine: machine))
     }
 
-    /// Returns the gradient of the output of the projection `in` (z, xBC and dt), from the gradient of the mixer's output `[T, hidden]`.
     func mamba2Backward(
         _ mixer: Mamba2Mixer, _ intermediates: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
     ) -> ProjectionGradients {

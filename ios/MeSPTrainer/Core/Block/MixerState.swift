@@ -7,10 +7,8 @@ package enum MixerState {
     case recurrent(Recurrent, count: Int)
     /// b ∘ u of the last K − 1 tokens, for a convolution over K tokens.
     case shortConvolution(tail: MLXArray, count: Int)
-    /// The state of a block that attends to another block's keys and values.
     case shared(count: Int)
 
-    /// The state of a gated delta net or of Mamba-2.
     package struct Recurrent: Arrays {
         /// The convolution's input for the last K − 1 tokens, `[K − 1, F]`.
         var tail: MLXArray
@@ -35,7 +33,6 @@ package enum MixerState {
 
         var arrays: [MLXArray] { [keys, values] }
 
-        /// The size in bytes of the keys and values in use.
         var size: Int { count == 0 ? 0 : (keys.nbytes + values.nbytes) / keys.dim(1) * count }
 
         /// Appends keys and values, `[kv_heads, n, head_dim]` each. A single token is written in place if there is free capacity.
@@ -97,7 +94,6 @@ package enum MixerState {
         }
     }
 
-    /// Appends the keys and values of some tokens, and returns those of all tokens.
     mutating func append(keys: MLXArray, values: MLXArray) -> KeyValues {
         guard case .attention(var cache) = self else { preconditionFailure("another mixer's state") }
         cache.append(keys, values)
@@ -105,7 +101,6 @@ package enum MixerState {
         return cache
     }
 
-    /// The keys and values of a block that computes its own; otherwise nil.
     var keysAndValues: KeyValues? {
         if case .attention(let cache) = self { cache } else { nil }
     }
@@ -120,12 +115,10 @@ package enum MixerState {
         }
     }
 
-    /// The size of the state, in bytes.
     var size: Int {
         if case .attention(let cache) = self { cache.size } else { arrays.reduce(0) { $0 + $1.nbytes } }
     }
 
-    /// Returns whether the state after the first `count` tokens can be restored.
     func canBeCut(to count: Int) -> Bool { isRecurrent ? count == self.count : count <= self.count }
 
     mutating func cut(to count: Int) {

@@ -23,7 +23,6 @@ extension Block {
         )
     }
 
-    /// Returns the gradient of the output of the projection `in` (b, c and u), from the gradient of the mixer's output `[T, hidden]`.
     func shortConvolutionBackward(
         _ intermediates: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
     ) -> ProjectionGradients {

@@ -7,9 +7,7 @@ extension Block {
     /// Returns the gradient of the trained LoRA parameters, and replaces dy by dx.
     ///
     /// - Parameters:
-    ///   - x: `[1, T, hidden]`
     ///   - intermediates: consumed, so that each array is freed after its last use
-    ///   - d: dy `[1, T, hidden]`, replaced by dx
     ///   - wantsDx: whether to compute dx. If false, `d` is d_x_mid afterwards.
     ///   - dShared: the sum of the gradients of shared keys and values, `[kv_heads, T, head_dim]` each. A block that attends to another block's keys
     ///     and values adds to the sum. The block that computes these keys and values adds the sum to its own gradients.
@@ -80,7 +78,6 @@ extension Block {
         return weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
     }
 
-    /// Returns the gradient of the input of a post-norm. Without a post-norm, returns dy.
     private func postNormBackward(_ norm: RMSNorm?, _ output: MLXArray?, dy: MLXArray) -> MLXArray {
         guard let norm, let output else { return dy }
         return machine.phase(norm.backward(output, dy: dy))
@@ -136,7 +133,6 @@ extension Block {
         return machine.phase(norm.backward(x, dy: dMixerIn, addedTo: dMid))
     }
 
-    /// The gradients of the outputs `[T, features]` of a mixer's projections of mixer_in.
     typealias ProjectionGradients = KeyValuePairs<Projection, MLXArray>
 
     private func projectionGradients(
@@ -155,7 +151,6 @@ extension Block {
         }
     }
 
-    /// Returns the gradient `[T, features]` of the input of an output projection, such as o of attention.
     func outputProjectionBackward(
         _ projection: Projection, _ input: MLXArray, dy: MLXArray, _ gradients: inout LoRAGradients
     ) -> MLXArray {
@@ -164,7 +159,6 @@ extension Block {
         return dInput
     }
 
-    /// Returns the gradient of a projection's input, and stores the gradients of the projection's adapter in `gradients`; see `LoRALinear.backward`.
     func linearBackward(
         _ name: Projection, _ input: MLXArray, dy: MLXArray, wantsDx: Bool, addedTo sum: MLXArray?,
         _ gradients: inout LoRAGradients

@@ -6,12 +6,8 @@ import MeSPSentences
 
 /// Computes log-likelihoods of texts by a bundle's model, with or without adapters.
 ///
-///     let evaluator = try Evaluator(bundle, adapters: [.init(folder)])
-///     let scores = try evaluator.scores(of: [yes, no], after: question)
-///
 /// An evaluator must not be used from several threads at once.
 package struct Evaluator {
-    /// The likelihood of a continuation.
     package struct Score: Sendable, Equatable {
         /// log p(continuation | prompt) in nats: a sum over the continuation's tokens.
         package var logLikelihood = 0.0
@@ -19,13 +15,9 @@ package struct Evaluator {
         package var isGreedy = true
     }
 
-    /// A generator of text with the evaluator's model.
     package let generator: Generator
     private let model: CachedModel
 
-    /// - Parameters:
-    ///   - bundle: the model.
-    ///   - adapters: adapters whose outputs the model adds; none for the base model.
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = []) throws {
         self.init(try CachedModel(bundle, adapters: adapters))
     }
@@ -37,7 +29,6 @@ package struct Evaluator {
     /// - Parameters:
     ///   - continuations: token ids, at least one each.
     ///   - prompt: token ids, at least one.
-    ///   - atBlock: called before each block, within the head, and within blocks while a GPU compiles their kernels; it may wait, or throw.
     /// - Throws: `MeSPError`, also if a log-likelihood is not finite; the errors of `atBlock`.
     package func scores(
         of continuations: [[Int]], after prompt: [Int], atBlock: () throws -> Void = {}
@@ -79,8 +70,6 @@ package struct Evaluator {
     /// - Parameters:
     ///   - text: token ids, at least two.
     ///   - window: at least 1.
-    ///   - atBlock: called before each block, within the head, and within blocks while a GPU compiles their kernels; it may wait, or throw.
-    /// - Throws: `MeSPError`, also if a log-likelihood is not finite; the errors of `atBlock`.
     package func logLikelihood(of text: [Int], window: Int, atBlock: () throws -> Void = {}) throws -> Double {
         try check(text, "The text")
         guard text.count >= 2 else { throw MeSPError("The text must be at least two tokens long.") }
@@ -95,7 +84,6 @@ package struct Evaluator {
 
     // MARK: - Scores
 
-    /// Calls `body` on the model's device, and calls it again after a GPU failure.
     private func repeating<R>(_ atBlock: () throws -> Void, _ body: () throws -> R) throws -> R {
         try model.withDevice {
             try MLXErrors.repeating(
@@ -106,7 +94,6 @@ package struct Evaluator {
         }
     }
 
-    /// Returns the score of the tokens from position `first` on, where `first` is above 0.
     private func score(_ tokens: [Int], from first: Int, _ atBlock: () throws -> Void) throws -> Score {
         try repeating(atBlock) {
             var score = Score()
@@ -124,9 +111,7 @@ package struct Evaluator {
 
     /// Returns the score of each continuation. The continuations together have at most `model.chunk` tokens.
     ///
-    /// - Parameters:
-    ///   - last: y `[1, hidden]` of the prompt's last token, which predicts the first token of each continuation.
-    ///   - cache: the cache of the prompt.
+    /// - Parameter last: y `[1, hidden]` of the prompt's last token, which predicts the first token of each continuation.
     private func scores(
         of continuations: [[Int]], _ last: MLXArray, _ cache: PromptCache, _ atBlock: () throws -> Void
     ) throws -> [Score] {
@@ -175,8 +160,6 @@ package struct Evaluator {
 }
 
 extension Evaluator.Score {
-    /// Adds the scores of some tokens.
-    /// - Throws: `MeSPError` if a log-likelihood is not finite.
     fileprivate mutating func add(_ tokens: ArraySlice<(logProbability: Float, isGreedy: Bool)>) throws {
         for token in tokens {
             logLikelihood += Double(token.logProbability)

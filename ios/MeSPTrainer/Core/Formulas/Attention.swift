@@ -18,15 +18,14 @@ struct Attention {
     /// Returns q̂ = RoPE(norm(q)), in float32.
     /// - Parameters:
     ///   - q: `[heads, n, d]`, or `[n, heads, 1, d]` for one token of each of n sequences
-    ///   - place: the positions of the rows of q
     func query(_ q: MLXArray, at place: Positions) -> MLXArray { positioned(q, qNorm, place) }
 
-    /// Returns k̂ = RoPE(norm(k)), in float32, for k in the layout of q. Keys taken from another block are k̂ already.
+    /// Returns k̂ = RoPE(norm(k)), in float32, for k in the layout of q.
     func key(_ k: MLXArray, at place: Positions) -> MLXArray {
         hasOwnKeys ? positioned(k, kNorm, place) : k.asType(.float32)
     }
 
-    /// Returns v̂ = norm(v), in float32. Values taken from another block are v̂ already.
+    /// Returns v̂ = norm(v), in float32.
     func value(_ v: MLXArray) -> MLXArray {
         let v = v.asType(.float32)
         return hasOwnKeys ? vNorm.map { $0(v) } ?? v : v
@@ -37,7 +36,6 @@ struct Attention {
         return mixer.rope(norm.map { $0(x) } ?? x, at: place)
     }
 
-    /// Returns dq or dk from the gradient of q̂ or k̂, in float32.
     private func positionedBackward(_ x: MLXArray, _ norm: RMSNorm?, dy: MLXArray, start: Int) -> MLXArray {
         let d = mixer.ropeBackward(dy: dy, start: start)
         return norm.map { $0.backward(x.asType(.float32), dy: d) } ?? d
@@ -53,7 +51,6 @@ struct Attention {
         machine.attention(self, q: q.asType(.float32), k: k.asType(.float32), v: v.asType(.float32))
     }
 
-    /// Returns attn_out of one query at the last position in the cache.
     func ofOne(q: MLXArray, _ cache: KeyValues, machine: Machine) -> MLXArray {
         let keys = seen(by: cache.count - 1..<cache.count)
         return self(q: q, k: cache.keys[0..., keys], v: cache.values[0..., keys], machine: machine)
@@ -96,12 +93,10 @@ struct Attention {
         x[groups.lowerBound * perGroup..<groups.upperBound * perGroup, rows].reshaped([groups.count, -1, x.dim(2)])
     }
 
-    /// Returns the key positions that are visible to at least one query in `rows`.
     func seen(by rows: Range<Int>) -> Range<Int> {
         max(0, rows.lowerBound + 1 - (mixer.slidingWindow ?? rows.upperBound))..<rows.upperBound
     }
 
-    /// Returns the causal mask `[rows, keys]`, limited to the sliding window if there is one.
     private func visible(from rows: Range<Int>, _ keys: Range<Int>) -> MLXArray {
         let (queries, positions) = (
             MLXArray.arange(rows.lowerBound, rows.upperBound)[0..., .newAxis],
@@ -114,7 +109,6 @@ struct Attention {
     /// Returns P of the queries at positions `rows` over the `keys`, and the derivative cap′ of the soft cap.
     /// - Parameters:
     ///   - q: q̂ · scale `[kv_heads, m, d]`; the query heads that share a key-value head are stacked
-    ///   - k: k̂ `[kv_heads, keys, d]`
     /// - Returns: P and cap′, `[kv_heads, m, keys]` each; cap′ is nil if scores are not capped.
     private func probabilities(_ q: MLXArray, _ k: MLXArray, _ rows: Range<Int>, _ keys: Range<Int>)
         -> (p: MLXArray, slope: MLXArray?)
@@ -139,11 +133,8 @@ struct Attention {
     /// - Parameters:
     ///   - q: `[heads, T, d]`, before the norm and RoPE
     ///   - k, v: `[kv_heads, T, d]`, before the norms and RoPE; k̂ and v̂ if they come from another block
-    ///   - dOut: the gradient of attn_out by head, `[heads, T, d]`
-    ///   - start: the position of the first row
     ///   - seen: k̂ and v̂ up to a segment's end, `[kv_heads, N, d]`; nil to compute them from k and v
     ///   - sum: the gradients of k̂ and v̂ from the other blocks that attend to them
-    ///   - carried: the gradients from later segments, see `CarriedGradients.keyValues`; replaced by the gradients for the segment before
     /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32. If k̂ and v̂ come from another block, dk and dv are the gradients of k̂
     ///   and v̂ `[kv_heads, T, d]`, added to `sum`.
     func backward(
@@ -153,13 +144,11 @@ struct Attention {
         let (kHat, vHat) = (seen?.keys ?? key(k, at: .from(start)), seen?.values ?? value(v))
         var parts = machine.attentionBackward(
             self, q: query(q, at: .from(start)) * scale, k: kHat, v: vHat, dOut: dOut, carried: &carried)
-        /// Concatenates the rows of all tiles and adds `sum`.
         func join(_ parts: inout [MLXArray], _ sum: MLXArray? = nil) -> MLXArray {
             let whole = concatenated(parts.reversed(), axis: 1)
             parts = []
             return sum.map { $0 + whole } ?? whole
         }
-        /// Concatenates the tiles, applies `backward` to some heads at a time, and returns a row for each token.
         func joined(_ parts: inout [MLXArray], _ backward: (MLXArray, _ heads: Range<Int>) -> MLXArray) -> MLXArray {
             let whole = join(&parts)
             let byHead = machine.rows(of: whole) { backward(whole[$0], $0) }
@@ -218,8 +207,6 @@ struct Attention {
         var arrays: [MLXArray] { sums.arrays + [dq, dk, dv].compactMap(\.last) }
     }
 
-    /// Returns the tiles of dq̂ / scale `[heads, n, d]`, and of dk̂ and dv̂ `[kv_heads, n, d]`, from the last to the first.
-    /// - Parameter q: q̂ · scale
     func tilesBackward(
         q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, carried: inout KeyValues?, machine: Machine
     ) -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray]) {

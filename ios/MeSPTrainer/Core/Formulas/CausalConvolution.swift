@@ -9,7 +9,6 @@ struct CausalConvolution {
 
     func features(_ range: Range<Int>) -> CausalConvolution { CausalConvolution(weight: weight[range]) }
 
-    /// Returns the state before the first token: K − 1 rows of zeros.
     func start(dtype: DType) -> MLXArray { MLXArray.zeros([weight.dim(1) - 1, weight.dim(0)], dtype: dtype) }
 
     /// - Parameters:
@@ -31,7 +30,6 @@ struct CausalConvolution {
         sum(of: concatenated([dy, carried ?? start(dtype: dy.dtype)]), weights.reversed())
     }
 
-    /// w_0 … w_{K−1}, `[F]` each.
     private var weights: [MLXArray] { (0..<weight.dim(1)).map { weight[0..., $0] } }
 
     /// Returns Σ_j w_j x_{t+j} for t = 0 … n − K, where n is the number of rows of x.

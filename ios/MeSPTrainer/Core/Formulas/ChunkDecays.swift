@@ -54,7 +54,6 @@ package struct ChunkDecays: Arrays {
     }
 }
 
-/// Returns a mask `[C, C]` that is 1 where `contains` is true, and 0 elsewhere.
 func mask(_ c: Int, _ contains: (_ row: Int, _ column: Int) -> Bool) -> MLXArray {
     .of((0..<c * c).map { contains($0 / c, $0 % c) ? 1 : 0 as Float }, [c, c])
 }

@@ -28,12 +28,10 @@ package struct CrossEntropyHead {
 
     private func capped(_ z: MLXArray) -> MLXArray { architecture.finalLogitSoftcapping.map { softCap(z, $0) } ?? z }
 
-    /// Returns p cap′, from the capped logits z.
     private func sloped(_ p: MLXArray, _ z: MLXArray) -> MLXArray {
         architecture.finalLogitSoftcapping.map { p * softCapSlope(z, $0) } ?? p
     }
 
-    /// Returns the logits `[n, vocabulary]` of y `[n, hidden]`, in float32.
     package func logits(_ y: MLXArray) -> MLXArray {
         let (h, w) = (norm(y.asType(.float32)), LoRALinear(weight: matrix, bias: nil, lora: nil, scale: 0))
         return capped(
@@ -42,10 +40,6 @@ package struct CrossEntropyHead {
 
     /// Returns the loss of each row's target, without a gradient.
     ///
-    /// - Parameters:
-    ///   - y: `[n, hidden]`
-    ///   - targets: token ids `[n]`
-    ///   - atBoundary: called between tiles; it may wait, or throw
     /// - Returns: the losses in nats, float32 `[n]`, and whether the target has the largest logit, bool `[n]`.
     package func scores(_ y: MLXArray, targets: [Int32], atBoundary: () throws -> Void) rethrows
         -> (losses: MLXArray, isLargest: MLXArray)
@@ -57,14 +51,6 @@ package struct CrossEntropyHead {
         return (concatenated(parts.map(\.losses))[0..., 0], concatenated(parts.map(\.isLargest))[0..., 0])
     }
 
-    /// Returns the loss without a gradient.
-    ///
-    /// - Parameters:
-    ///   - y: the last block's output, `[1, T, hidden]`
-    ///   - targets: token ids of the counted positions `[n]`
-    ///   - counted: the n positions with a loss, in `0 ..< T` and ascending
-    ///   - atBoundary: called between tiles, while nothing is being computed; it may wait, or throw
-    /// - Returns: the sum of the losses in nats, a float32 scalar.
     func loss(_ y: MLXArray, targets: [Int32], counted: [Int], atBoundary: () throws -> Void) rethrows -> MLXArray {
         try lossAndRows(rows(counted, of: y), targets, scale: nil, atBoundary).loss
     }
@@ -72,10 +58,7 @@ package struct CrossEntropyHead {
     /// Returns the loss and its gradient.
     ///
     /// - Parameters:
-    ///   - y: the last block's output, `[1, T, hidden]`
-    ///   - targets: token ids of the counted positions `[n]`
     ///   - counted: the n positions with a loss, in `0 ..< T` and ascending
-    ///   - scale: the factor of the gradient
     ///   - atBoundary: called between tiles, while nothing is being computed; it may wait, or throw
     /// - Returns: the sum of the losses in nats, a float32 scalar, and dy `[1, T, hidden]` times the scale, in y's dtype. dy is 0 at positions that
     ///   are not counted.
@@ -92,7 +75,6 @@ package struct CrossEntropyHead {
         return (loss, dy.expandedDimensions(axis: 0))
     }
 
-    /// Returns the `counted` rows of y `[1, T, hidden]`, as `[n, hidden]`.
     private func rows(_ counted: [Int], of y: MLXArray) -> MLXArray {
         let all = y.reshaped([y.dim(1), y.dim(2)])
         return counted.count < y.dim(1) ? all[MLXArray.of(counted.map { Int32($0) })] : all
@@ -142,7 +124,6 @@ package struct CrossEntropyHead {
     ///
     /// - Parameters:
     ///   - h: one array, RMSNorm(y) of all tokens, `[n, hidden]`
-    ///   - work: the number of multiplications since the last call of `atBoundary`
     private func overVocabulary(
         _ h: inout [MLXArray], _ t: Range<Int>, _ targets: [Int32], wantsGradient: Bool, _ work: inout Int,
         _ atBoundary: () throws -> Void

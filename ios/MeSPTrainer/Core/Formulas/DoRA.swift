@@ -16,9 +16,7 @@ struct DoRA {
     let norms: MLXArray
 
     /// - Parameters:
-    ///   - norms: n, if it is known already
     ///   - squares: the squared norms of the rows of W of all modules, from `BlockWeights.squaredNorms`
-    ///   - machine: limits the number of rows of W that are processed at a time
     init(
         _ weights: BlockWeights, _ lora: MLXArray, _ layout: LoRALayout, scale: Float, norms: MLXArray? = nil,
         squares: MLXArray, machine: Machine
@@ -54,7 +52,6 @@ struct DoRA {
             })
     }
 
-    /// Returns A, B̃ and G of a projection; nil if its module has no adapter.
     func scaled(_ projection: Projection) -> LoRAMatrices? { parts(projection).map { scaled($0, n: $1) } }
 
     private func scaled(_ matrices: LoRAMatrices, n: MLXArray?) -> LoRAMatrices {

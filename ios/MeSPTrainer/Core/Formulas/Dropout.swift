@@ -3,7 +3,6 @@ import MLX
 /// A key from which dropout masks are computed, and the dropout probability p. Subscripts derive further keys, such as those of a step, a block or a
 /// layer. Masks are not stored; each use recomputes them.
 package struct DropoutKey {
-    /// The dropout probability p, above 0.
     let rate: Float
     private let number: UInt64
 
@@ -32,7 +31,6 @@ struct Dropout {
     /// The position of x's first row. `tokens` replaces it if the rows are not consecutive positions.
     var firstToken = 0
     var tokens: [Int]?
-    /// The index of x's first column among the layer's inputs.
     var firstInput = 0
 
     func callAsFunction(_ x: MLXArray) -> MLXArray {

@@ -1,6 +1,5 @@
 import MLX
 
-/// Calls `backward` with the rows of each record, and concatenates each gradient `[T, features]` along the tokens.
 func eachRecord(_ records: [Range<Int>], backward: (_ rows: Range<Int>) -> [MLXArray]) -> [MLXArray] {
     let parts = records.map(backward)
     return parts[0].indices.map { index in concatenated(parts.map { $0[index] }) }

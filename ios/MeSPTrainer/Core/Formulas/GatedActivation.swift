@@ -3,7 +3,6 @@ import MLX
 import MeSPBundle
 
 extension Activation {
-    /// Returns f(gate) up.
     func gated(gate: MLXArray, up: MLXArray) -> MLXArray { kernels.gated([gate, up]) }
 
     /// Returns act = f(gate) up,  d_gate = d_act up f′(gate)  and  d_up = d_act f(gate), in float32.
@@ -55,7 +54,6 @@ extension Activation {
     private static let silus = Kernels(.silu)
     private static let gelus = Kernels(.gelu)
 
-    /// Returns f(x) and f′(x).
     func values(_ x: MLXArray) -> (f: MLXArray, slope: MLXArray) {
         switch self {
         case .silu:  // silu′ = σ + x σ (1 − σ)

@@ -10,13 +10,11 @@ import MeSPBundle
 /// r_q and r_k are r of x = q and x = k. Each key head serves value_heads / key_heads consecutive value heads.
 package struct GatedDeltaNet {
     let keyHeads, valueHeads: Int
-    /// The dimensions key_dim and value_dim of a head's keys and values.
     let keyDim, valueDim: Int
     /// The convolution of q, k and v, with F = 2 · key_heads · key_dim + value_heads · value_dim features.
     let convolution: CausalConvolution
     /// A_log and dt_bias, `[value_heads]` each.
     let aLog, dtBias: MLXArray
-    /// The norm of each head of o, with a weight `[value_dim]`.
     let norm: RMSNorm
 
     /// The gradients that later tokens pass to earlier tokens.
@@ -29,14 +27,11 @@ package struct GatedDeltaNet {
         var arrays: [MLXArray] { [memory, convolved] }
     }
 
-    /// Zeros: the carried gradients at the end of a sequence.
     var noCarriedGradients: CarriedGradients {
         CarriedGradients(
             memory: MLXArray.zeros([valueHeads, keyDim, valueDim]), convolved: convolution.start(dtype: .float32))
     }
 
-    /// Returns the state before the first token.
-    /// - Parameter dtype: the dtype of qkv
     func start(dtype: DType) -> MixerState.Recurrent {
         .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([valueHeads, keyDim, valueDim]))
     }
@@ -52,7 +47,6 @@ package struct GatedDeltaNet {
                 keyDim: keyDim, valueDim: valueDim, valueHeadsOfKey: valueHeads / keyHeads, length: length)
     }
 
-    /// Returns the size of a key head's largest array with a row for each token, in bytes.
     static func arrayBytes(keyDim: Int, valueDim: Int, valueHeadsOfKey: Int, length: Int) -> Int {
         4 * length * max(keyDim, valueHeadsOfKey * max(keyDim, valueDim, ChunkDecays.chunk))
     }
@@ -63,7 +57,6 @@ package struct GatedDeltaNet {
     /// - Parameters:
     ///   - qkv: `[n, F]`
     ///   - b, a: `[n, value_heads]`
-    ///   - state: the state before the tokens, replaced by the state after them
     func callAsFunction(
         qkv: MLXArray, b: MLXArray, a: MLXArray, state: inout MixerState.Recurrent, machine: Machine
     ) -> MLXArray {
@@ -128,7 +121,6 @@ package struct GatedDeltaNet {
         let convolution: CausalConvolution
         let norm: RMSNorm?
 
-        /// Returns q, k or v `[n, heads, dim]` from qkv `[n, F]`, in float32.
         func callAsFunction(_ qkv: MLXArray, tail: MLXArray) -> MLXArray {
             let x = activated(convolution(qkv[0..., features], tail: tail[0..., features]))
             return norm.map { $0(x) } ?? x
@@ -160,12 +152,8 @@ package struct GatedDeltaNet {
     ///
     /// - Parameters:
     ///   - qkv: `[T, F]`, freed after its last use
-    ///   - b, a: `[T, value_heads]`
-    ///   - dO: `[T, value_heads · value_dim]`, in float32; freed after its last use
     ///   - records: the rows of each record, which has its own state; nil for one record
     ///   - before: the state before a segment of one record; nil for the start of a sequence
-    ///   - carried: the gradients from the next segment, replaced by the gradients for the segment before; nil without segments
-    /// - Returns: the gradients of qkv, b and a, in float32.
     func backward(
         qkv: consuming MLXArray, b: MLXArray, a: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil,
         before: MixerState.Recurrent? = nil, carried: inout CarriedGradients?, machine: Machine
@@ -205,12 +193,10 @@ package struct GatedDeltaNet {
         var arrays: [MLXArray] { (gradients.last ?? []) + (carried.last ?? []) }
     }
 
-    /// Returns the part of `carried` for some heads: the gradient of the memory, and the gradients of the convolved q, k and v.
     private func parts(_ heads: Range<Int>, _ carried: CarriedGradients) -> [MLXArray] {
         [carried.memory[valueHeads(of: heads)]] + inputs(heads).map { carried.convolved[0..., $0.features] }
     }
 
-    /// Returns the gradients of some heads' q, k, v, b and a, `[T, features]` each. q, k and v are features of qkv.
     private func backward(
         _ heads: Range<Int>, qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, before: MixerState.Recurrent,
         carried: inout [MLXArray], _ machine: Machine
@@ -229,18 +215,15 @@ package struct GatedDeltaNet {
 
     // MARK: - y = RMSNorm(o) ∘ silu(z)
 
-    /// Returns y `[n, value_heads · value_dim]` from o and z of this shape, in float32.
     func gatedNorm(o: MLXArray, z: MLXArray) -> MLXArray {
         Activation.silu.gated(gate: z.asType(.float32), up: norm(byHead(o)).reshaped(z.shape))
     }
 
-    /// Returns do and dz `[T, value_heads · value_dim]` from dy of this shape, in float32.
     func gatedNormBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
         let (byHead, z) = (byHead(o), z.reshaped([z.dim(0), -1, valueDim]))
         let d = Activation.silu.gatedBackward(gate: [z], up: [norm(byHead)], dAct: dy.reshaped(z.shape))
         return (norm.backward(byHead, dy: d.dUp).reshaped(o.shape), d.dGate.reshaped(o.shape))
     }
 
-    /// Reshapes `[n, heads · value_dim]` to `[n, heads, value_dim]`, in float32.
     private func byHead(_ x: MLXArray) -> MLXArray { x.asType(.float32).reshaped([x.dim(0), -1, valueDim]) }
 }

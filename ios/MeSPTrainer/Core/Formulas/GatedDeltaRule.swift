@@ -63,7 +63,6 @@ package struct GatedDeltaRule {
         return addMM(c.start * matmul(q, states), c.gamma * c.qk, d)
     }
 
-    /// Returns D, and S before each chunk. Replaces `s` by the state after the last chunk.
     private func corrections(_ c: Chunks, w: MLXArray, _ s: inout MLXArray) -> (d: MLXArray, states: MLXArray) {
         let (u, w, kEnd, whole) = (each(matmul(c.m, beta * v)), each(w), each(transposed(c.end * k)), each(c.whole))
         var (d, states) = ([MLXArray](), [MLXArray]())
@@ -94,7 +93,6 @@ package struct GatedDeltaRule {
     ///     δ dδ = rowsum(K ∘ δ D dS₊ᵀ)        dγ_C = ⟨S, dS₊⟩
     ///
     /// - Parameters:
-    ///   - dO: `[T, value_heads, value_dim]`
     ///   - state: S before the tokens, `[value_heads, key_dim, value_dim]`
     ///   - dState: the gradient of S after the tokens, replaced by the gradient of S before them
     /// - Returns: dq and dk `[T, key_heads, key_dim]`, dv `[T, value_heads, value_dim]`, dκ and β dβ `[T, value_heads]`, in float32.
@@ -135,7 +133,6 @@ package struct GatedDeltaRule {
         return matmul(x.reshaped(shape + [1, -1]), y.reshaped(shape + [-1, 1]))
     }
 
-    /// Returns D, S before each chunk, dV, β dβ, and dS₊ after each chunk.
     private func recurrenceBackward(_ c: Chunks, _ dO: MLXArray, _ state: MLXArray, _ dState: inout MLXArray)
         -> (d: MLXArray, states: MLXArray, dv: MLXArray, betaDBeta: MLXArray, dStates: MLXArray)
     {
@@ -150,7 +147,6 @@ package struct GatedDeltaRule {
         return (d, states, dv, betaDBeta, dStates)
     }
 
-    /// Returns dD, and dS₊ after each chunk.
     private func statesBackward(_ c: Chunks, w: MLXArray, _ dO: MLXArray, _ dState: inout MLXArray)
         -> (dD: MLXArray, dStates: MLXArray)
     {
@@ -172,10 +168,8 @@ package struct GatedDeltaRule {
 
     // MARK: - Chunks
 
-    /// The products between the tokens of a chunk, which do not depend on the state.
     private struct Chunks {
         let decays: ChunkDecays
-        /// Q Kᵀ and K Kᵀ
         let qk, kk: MLXArray
         let m: MLXArray
         var gamma: MLXArray { decays.gamma }
@@ -192,7 +186,6 @@ package struct GatedDeltaRule {
                 inverse(GatedDeltaRule.product([ofKeys, decays.gamma, rule.beta, decays.below])))
         }
 
-        /// Returns W `[…, C, key_dim]`.
         func w(_ rule: GatedDeltaRule) -> MLXArray { matmul(m, rule.beta * start * rule.k) }
     }
 

@@ -11,10 +11,6 @@ struct GatedMLP {
     let activation: Activation
 
     /// Returns sum + down(H) `[n, hidden]` in float32, without w.
-    ///
-    /// - Parameters:
-    ///   - x: `[n, hidden]`
-    ///   - size: the number of features in a tile; nil for `machine.features`
     func callAsFunction(_ x: MLXArray, by size: Int? = nil, addedTo sum: MLXArray?, machine: Machine) -> MLXArray {
         let tokens = tiles(of: x.dim(0), size: machine.mlpTileTokens)
         guard tokens.count > 1 else { return byFeatures(x, size, addedTo: sum, machine) }
@@ -43,7 +39,6 @@ struct GatedMLP {
         return biased(y)
     }
 
-    /// Returns gate and up of all features, in float32.
     func inner(_ x: MLXArray) -> (gate: MLXArray, up: MLXArray) { (gate(x), up(x)) }
 
     func applyDown(_ gate: MLXArray, _ up: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
@@ -95,11 +90,7 @@ struct GatedMLP {
     /// of down's output is w ∘ dy.
     ///
     /// - Parameters:
-    ///   - x: `[n, hidden]`
     ///   - kept: gate and up of x; nil to recompute them
-    ///   - dy: `[n, hidden]`, in float32
-    ///   - w: `[n, 1]`; nil for 1
-    ///   - wantsA: whether the gradients of the adapters' A are wanted
     ///   - tile: the numbers of tokens and features in a tile; the tile has all tokens or all features
     /// - Returns: dx `[n, hidden]` and dw `[n, 1]` in float32, and the gradients of the adapters. dw is nil without w.
     func backward(

@@ -8,9 +8,7 @@ import MeSPBundle
 /// x₀ is the first block's input. e holds the tokens' rows of the embedding table, at the layer's columns. W holds the layer's rows of the
 /// projection's matrix. These weights are frozen. p is computed for one layer at a time.
 package struct LayerEmbeddings {
-    /// The tokens' rows of the embedding table.
     private let rows: QuantizedMatrix
-    /// The first block's input `[T, hidden]`.
     private let x0: MLXArray
     private let size: Int
 
@@ -34,9 +32,6 @@ package struct LayerEmbeddings {
 }
 
 extension ModelBundle {
-    /// Returns the per-layer embeddings of some tokens; nil if the model has none.
-    ///
-    /// - Parameter x0: the first block's input `[T, hidden]`.
     func layerEmbeddings(_ tokens: [Int32], x0: MLXArray) throws -> LayerEmbeddings? {
         guard let size = architecture.perLayer?.size, let file = manifest.perLayerEmbedding else { return nil }
         return try withWeights(file) {
@@ -44,7 +39,6 @@ extension ModelBundle {
         }
     }
 
-    /// Returns a layer's p `[T, size]`, evaluated; nil if the model has no per-layer embeddings.
     func part(of embeddings: LayerEmbeddings?, layer: Int) throws -> MLXArray? {
         guard let embeddings, let file = manifest.perLayerProjection else { return nil }
         return try computed(with: file) { embeddings(layer, projection: $0, eps: architecture.rmsNormEps) }

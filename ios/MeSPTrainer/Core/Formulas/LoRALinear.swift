@@ -2,7 +2,7 @@ import MLX
 import MeSPAdapters
 
 /// A linear layer with an optional adapter:  y = G ∘ (x Wᵀ) + s (x̂ A) B + b,  with the adapter's scale s. x̂ is x ∘ K / (1 − p) with dropout, and x
-/// without. G `[out]` is m / n with DoRA, and 1 without. See `Dropout` and `DoRA`.
+/// without. G `[out]` is m / n with DoRA, and 1 without.
 struct LoRALinear {
     private(set) var weight: QuantizedMatrix
     private(set) var bias: MLXArray?
@@ -20,8 +20,6 @@ struct LoRALinear {
     var factor: Float { dropout.map { scale / (1 - $0.key.rate) } ?? scale }
 
     /// Returns y `[T, out]` of x `[T, in]`, in float32.
-    ///
-    /// - Parameter machine: limits the number of rows of W that are processed at a time; nil for no limit.
     func callAsFunction(_ x: MLXArray, machine: Machine? = nil) -> MLXArray {
         let h = h(x)
         if let machine, machine.projectionRows < weight.rows {
@@ -31,7 +29,6 @@ struct LoRALinear {
         return self(x, h: h)
     }
 
-    /// Returns y from x and h = s x̂ A.
     func callAsFunction(_ x: MLXArray, h: MLXArray?) -> MLXArray {
         var y = weight.apply(x, times: lora?.m)
         if let h, let lora { y = addMM(y, h, lora.b) }
@@ -41,8 +38,7 @@ struct LoRALinear {
     /// Returns s x̂ A `[T, rank]`, in float32; nil without an adapter.
     func h(_ x: MLXArray) -> MLXArray? { products(x, nil).xA.map { $0 * factor } }
 
-    /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` if there is a g `[T, rank]`. Each product is added to its sum in `sums`. Both
-    /// results are nil without an adapter.
+    /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` if there is a g `[T, rank]`. Each product is added to its sum in `sums`.
     ///
     /// - Parameter machine: limits the number of rows of x ∘ K that are computed at a time; nil for no limit.
     func products(
@@ -63,7 +59,6 @@ struct LoRALinear {
         return (concatenated(xA), xTg)
     }
 
-    /// Returns x ∘ K.
     private func kept(_ x: MLXArray) -> MLXArray { dropout.map { $0(x) } ?? x }
 
     func outputs(_ range: Range<Int>) -> LoRALinear {
@@ -96,10 +91,6 @@ extension LoRALinear {
     ///     h = s x̂ A
     ///     dx = (G ∘ dy) W + s (dy Bᵀ) Aᵀ ∘ M        dA = s x̂ᵀ (dy Bᵀ)        dB = hᵀ dy        dG = Σₜ dy ∘ (x Wᵀ)
     ///
-    /// - Parameters:
-    ///   - machine: limits the number of rows of W that are processed at a time
-    ///   - wantsA: whether dA is wanted
-    ///   - wantsDx: whether dx is wanted
     /// - Returns: dx `[T, in]`, added to the sum if there is one, and the gradients of A, B and G. A result that is not computed is nil.
     func backward(
         _ x: MLXArray, dy: MLXArray, machine: Machine, wantsA: Bool, wantsDx: Bool, addedTo sum: MLXArray?
@@ -131,9 +122,7 @@ extension LoRALinear {
     /// Returns s dy Bᵀ `[T, rank]`, divided by 1 − p with dropout; nil without an adapter.
     func dyBT(_ dy: MLXArray) -> MLXArray? { lora.map { matmul(dy, $0.b.T) * factor } }
 
-    /// Returns sum + (`dyBT` Aᵀ) ∘ K `[T, in]`, where K is 1 without dropout. Returns the sum if `dyBT` is nil.
-    ///
-    /// - Parameter machine: limits the number of rows that are processed at a time; nil for no limit.
+    /// Returns sum + (`dyBT` Aᵀ) ∘ K `[T, in]`, where K is 1 without dropout.
     func adapterDx(_ dyBT: MLXArray?, addedTo sum: MLXArray?, machine: Machine? = nil) -> MLXArray? {
         guard hasDropout, let dyBT, let a = lora?.a else { return product(dyBT, lora?.a.T, addedTo: sum) }
         var dx = sum ?? MLXArray.zeros([dyBT.dim(0), a.dim(0)])
@@ -144,7 +133,7 @@ extension LoRALinear {
     }
 }
 
-/// Returns sum + a b. A nil sum counts as 0. Returns the sum if a or b is nil.
+/// Returns sum + a b. Returns the sum if a or b is nil.
 func product(_ a: MLXArray?, _ b: MLXArray?, addedTo sum: MLXArray? = nil) -> MLXArray? {
     guard let a, let b else { return sum }
     return sum.map { addMM($0, a, b) } ?? matmul(a, b)

@@ -17,11 +17,8 @@ package struct Mamba2 {
     let bias: MLXArray
     /// dt_bias, A_log and D, `[heads]` each.
     let dtBias, aLog, d: MLXArray
-    /// The norm of o ∘ silu(z), with a weight `[heads · P]`.
     let norm: RMSNorm
 
-    /// Returns the state before the first token.
-    /// - Parameter dtype: the dtype of xBC
     func start(dtype: DType) -> MixerState.Recurrent {
         .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([heads, headDim, stateSize]))
     }
@@ -35,7 +32,6 @@ package struct Mamba2 {
         2 * Self.arrayBytes(headDim: headDim, stateSize: stateSize, length: length)
     }
 
-    /// Returns the size of a head's largest array with a row for each token or a state for each chunk, in bytes.
     static func arrayBytes(headDim: Int, stateSize: Int, length: Int) -> Int {
         4 * length * max(headDim, ChunkDecays.chunk, headDim * stateSize / ChunkDecays.chunk)
     }
@@ -46,7 +42,6 @@ package struct Mamba2 {
     /// - Parameters:
     ///   - xBC: `[n, F]`
     ///   - dt: `[n, heads]`
-    ///   - state: the state before the tokens, replaced by the state after them
     func callAsFunction(xBC: MLXArray, dt: MLXArray, state: inout MixerState.Recurrent, machine: Machine) -> MLXArray {
         let before = state
         let parts = machine.each(of: groups, size: 1) { group in
@@ -74,10 +69,6 @@ package struct Mamba2 {
     ///
     /// - Parameters:
     ///   - xBC: `[T, F]`, freed after its last use
-    ///   - dt: `[T, heads]`
-    ///   - dO: `[T, heads · P]`, in float32; freed after its last use
-    ///   - records: the rows of each record, which has its own state; nil for one record
-    /// - Returns: the gradients of xBC and dt, in float32.
     func backward(
         xBC: consuming MLXArray, dt: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil, machine: Machine
     ) -> (dXBC: MLXArray, dDt: MLXArray) {
@@ -124,7 +115,6 @@ package struct Mamba2 {
         }
     }
 
-    /// Returns the gradients of x and dt of some heads, and the terms that these heads add to dB and dC, `[T, features]` each.
     private func backward(
         _ heads: Range<Int>, xBC: MLXArray, dt: MLXArray, b: MLXArray, c: MLXArray, dO: MLXArray, _ machine: Machine
     ) -> [MLXArray] {
@@ -148,7 +138,6 @@ package struct Mamba2 {
         dt[0..., heads].asType(.float32) + dtBias[heads].asType(.float32)
     }
 
-    /// Returns Δ `[n, heads]`.
     private func timeStep(_ heads: Range<Int>, _ dt: MLXArray) -> MLXArray {
         logAddExp(shifted(heads, dt), MLXArray(0 as Float))
     }
@@ -181,7 +170,6 @@ package struct Mamba2 {
         Self.silu([convolved(part, xBC, tail: tail), bias[features(part)]])
     }
 
-    /// Returns the gradient of the part's features of xBC, for a whole sequence and in float32.
     private func inputBackward(_ part: Part, _ xBC: MLXArray, dy: MLXArray) -> MLXArray {
         let dConvolved = Self.siluBackward([convolved(part, xBC, tail: nil), bias[features(part)], dy])
         return convolution.features(features(part)).backward(dy: dConvolved)
@@ -200,12 +188,10 @@ package struct Mamba2 {
 
     // MARK: - y = RMSNorm(o ∘ silu(z))
 
-    /// Returns y `[n, heads · P]` from o and z of this shape, in float32.
     func gatedNorm(o: MLXArray, z: MLXArray) -> MLXArray {
         norm(Activation.silu.gated(gate: z.asType(.float32), up: o.asType(.float32)))
     }
 
-    /// Returns do and dz `[T, heads · P]` from dy of this shape, in float32.
     func gatedNormBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
         let gated = Activation.silu.gated(gate: z.asType(.float32), up: o.asType(.float32))
         let d = Activation.silu.gatedBackward(gate: [z], up: [o], dAct: norm.backward(gated, dy: dy))
@@ -214,13 +200,11 @@ package struct Mamba2 {
 
     // MARK: - Shapes
 
-    /// Converts indices of heads within a group to indices among all heads.
     private func headRange(of group: Int, _ own: Range<Int>) -> Range<Int> {
         let first = group * (heads / groups)
         return first + own.lowerBound..<first + own.upperBound
     }
 
-    /// Reshapes `[n, heads · P]` to `[n, heads, P]`.
     private func byHead(_ x: MLXArray) -> MLXArray { x.reshaped([x.dim(0), -1, headDim]) }
 
     private func column(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axis: -1) }

@@ -5,7 +5,6 @@ struct OutputGate {
     /// The gates `[T, heads, d]`, or `[T, heads, 1]` if a head has one gate.
     let g: MLXArray
 
-    /// Returns y for x `[T, heads·d]`, in float32.
     func callAsFunction(_ x: MLXArray) -> MLXArray { Self.y([byHead(x), g]).reshaped(x.shape) }
 
     /// Returns dx `[T, heads·d]` = dy σ(g), and dg = dy x σ(g) (1 − σ(g)) in the shape of g, in float32. If a head has one gate, dg is summed over

@@ -2,7 +2,6 @@ import MLX
 
 /// RMSNorm:  y = x r w,  r = 1 / √(mean(x²) + ε)
 struct RMSNorm {
-    /// The weight w, `[D]`.
     let weight: MLXArray
     let eps: Float
 

@@ -25,7 +25,6 @@ extension AttentionMixer {
         }
     }
 
-    /// Returns x with its rotated dimensions multiplied by s.
     private func scaled(_ x: MLXArray) -> MLXArray {
         guard ropeScale != 1 else { return x }
         let dimensions = 2 * frequencies.count

@@ -13,14 +13,10 @@ extension CausalConvolution {
         return convOut
     }
 
-    /// Returns y, in float32.
     func gated(convOut: MLXArray, c: MLXArray) -> MLXArray { product(convOut, c) }
 
     /// Returns the gradients, where x = b ∘ u:  dc = dy ∘ conv_out,  dx = convᵀ(dy ∘ c),  db = dx ∘ u,  du = dx ∘ b
     ///
-    /// - Parameters:
-    ///   - b, c, u, convOut: the arrays of a whole sequence, `[T, hidden]`
-    ///   - dy: `[T, hidden]`
     /// - Returns: db, dc and du `[T, hidden]`, in float32.
     func backward(b: MLXArray, c: MLXArray, u: MLXArray, convOut: MLXArray, dy: MLXArray)
         -> (db: MLXArray, dc: MLXArray, du: MLXArray)

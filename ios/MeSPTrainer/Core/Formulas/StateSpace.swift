@@ -44,7 +44,7 @@ package struct StateSpace {
         return byToken(swapped(decays.start) * read + swapped(matmul(decays.gamma * cb, swapped(u))))
     }
 
-    /// Returns S before each chunk `[chunks, heads, P, N]`. Replaces `s` by the state after the last chunk.
+    /// Returns S before each chunk `[chunks, heads, P, N]`.
     private func chunkStates(_ s: inout MLXArray) -> MLXArray {
         let (written, whole) = (each(matmul(transposed(wide(swapped(decays.end) * u)), b)), each(decays.whole))
         var states = [MLXArray]()
@@ -70,7 +70,6 @@ package struct StateSpace {
     ///
     ///     Γ ∘ dΓ = Γ ∘ dΠ ∘ C Bᵀ        γ dγ = rowsum(γ dY ∘ C Sᵀ)        δ dδ = rowsum(U ∘ δ B dS₊ᵀ)        dγ_last = ⟨S, dS₊⟩
     ///
-    /// - Parameter dY: `[T, heads, P]`
     /// - Returns: du `[T, heads, P]`, dκ `[T, heads]`, dB and dC `[T, N]`, in float32.
     func backward(dY: MLXArray) -> (du: MLXArray, dLogDecay: MLXArray, dB: MLXArray, dC: MLXArray) {
         let dY = ChunkDecays.chunked(dY)

@@ -3,7 +3,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// A bundle's model, with or without adapters, for generation and scoring. It runs block by block. A `PromptCache` holds each block's state.
+/// A bundle's model, with or without adapters, for generation and scoring.
 ///
 /// Weights stay mapped from one token to the next if they fit in memory. Otherwise each block's weights are mapped only while the block runs.
 package struct CachedModel {
@@ -11,18 +11,15 @@ package struct CachedModel {
     /// The maximum number of a text's tokens that go through the blocks together.
     let chunk: Int
     private var adapters: LoadedAdapters?
-    /// The chosen adapters; nil for adapters in memory.
     private(set) var selection: AdapterSelection?
     private var kept: Kept
     private let isRecurrent: Bool
     /// The manifest's `featureGroup`, cached because computing it takes a search.
     private let featureGroup: Int
-    /// The size limit of temporary arrays that are computed in tiles, in bytes.
     private static let tileBytes = 1 << 20
     /// The maximum number of texts that are generated together.
     static let mostTexts = 16
 
-    /// The views and layers of each block, kept from token to token.
     private final class Kept: MapHolder {
         /// The bit lengths of the token counts for which a GPU has compiled the kernels.
         var compiled: Set<Int>
@@ -64,10 +61,6 @@ package struct CachedModel {
         func forget() { (pending, views, layers) = (nil, [:], [:]) }
     }
 
-    /// - Parameters:
-    ///   - bundle: the model.
-    ///   - adapters: adapters whose outputs the model adds; none for the base model.
-    ///   - chunk: the maximum number of a text's tokens that go through the blocks together.
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = [], chunk: Int = 256) throws {
         self.init(bundle, with: nil, chunk: chunk)
         try use(adapters)
@@ -125,9 +118,6 @@ package struct CachedModel {
 
     /// Returns the last block's output for one token of each of several texts, and adds each token to the cache of its text.
     ///
-    /// - Parameters:
-    ///   - tokens: the next token of each text, at most `mostTexts`.
-    ///   - caches: the cache of each text, not empty.
     /// - Returns: y `[n, hidden]`, which may not be evaluated yet.
     func forward(
         next tokens: [Int], _ caches: inout [PromptCache], _ atBlock: () throws -> Void
@@ -155,7 +145,6 @@ package struct CachedModel {
     /// Frees the views and layers of the weights. They may be invalid after an MLX error.
     func forget() { kept.forget() }
 
-    /// Calls `body` on the bundle's device.
     func withDevice<R>(_ body: () throws -> R) throws -> R {
         do {
             return try bundle.withDevice(body)
@@ -174,7 +163,6 @@ package struct CachedModel {
 
     /// Returns the last block's output for several sequences, each of which continues the text in `cache`. The cache does not change.
     ///
-    /// - Parameter sequences: the tokens of each sequence.
     /// - Returns: y `[n, hidden]` of all sequences, concatenated and evaluated.
     func forward(branches sequences: [[Int]], after cache: PromptCache, _ atBlock: () throws -> Void) throws
         -> MLXArray
@@ -212,11 +200,6 @@ package struct CachedModel {
             bytes: rows <= uncut ? Machine.uncut : Self.tileBytes, processor: bundle.processor, pause: pause)
     }
 
-    /// Calls `body` for each block, and `atBlock` before each block.
-    ///
-    /// - Parameters:
-    ///   - rows: the number of tokens that go through the blocks together.
-    ///   - body: gets the function for `Machine.pause`, or nil once a GPU has compiled the kernels.
     private func pass(
         rows: Int, _ atBlock: () throws -> Void, _ body: (_ block: Int, _ pause: (() -> Void)?) throws -> Void
     ) throws {
@@ -247,7 +230,6 @@ package struct CachedModel {
         try bundle.layerEmbeddings(tokens.map { Int32($0) }, x0: x0)
     }
 
-    /// Returns the shared keys and values that `block` attends to, for each text. Returns an empty list for a block with its own keys and values.
     private func shared(_ block: Int, _ caches: [PromptCache]) -> [MixerState.KeyValues] {
         guard let owner = bundle.architecture.keysOf(block) else { return [] }
         return caches.compactMap { $0.blocks[owner]?.keysAndValues }
@@ -256,7 +238,6 @@ package struct CachedModel {
     /// Returns the output of one block.
     ///
     /// - Parameters:
-    ///   - states: the state of each sequence; nil before the first token.
     ///   - keepsStates: whether to replace the elements of `states` by the states after the tokens. Otherwise they are nil afterwards.
     ///   - isDeferred: whether the evaluation may be deferred; see `Machine.leave`.
     private func forward(
@@ -290,7 +271,6 @@ package struct CachedModel {
 }
 
 extension Architecture {
-    /// Returns the size in bytes of the keys and values of all blocks for `tokens` tokens, with spare capacity.
     func cacheSize(tokens: Int, itemSize: Int) -> Int {
         layers.indices.reduce(0) { sum, index in
             guard case .attention(let mixer) = block(index).mixer, mixer.keysOf == nil else { return sum }

@@ -6,13 +6,8 @@ import MeSPSentences
 
 /// A generator of text that continues a prompt, with a bundle's model and optional adapters.
 ///
-///     var generator = try Generator(bundle, adapters: [.init(folder)])
-///     try generator.generate(.init(prompt: tokens), atBlock: Task.checkCancellation) { show($0) }
-///     try generator.use([.init(folder, weight: 0.7), .init(other, weight: 0.3)])
-///
 /// A generator must not be used from several threads at once.
 public struct Generator {
-    /// A prompt, and the parameters of sampling.
     package struct Request: Codable, Sendable, Equatable {
         /// The token ids of the prompt, at least one.
         package var prompt: [Int]
@@ -22,7 +17,6 @@ public struct Generator {
         /// The threshold of nucleus sampling. The next token is sampled from the smallest set of likeliest tokens whose probability is at least this
         /// number. The probabilities are those at temperature 1.
         package var topP: Float = 1
-        /// The seed of the sampling.
         package var seed: UInt64 = 0
         /// The tokens that end the text; they are not part of it.
         package var stop: [Int] = []
@@ -30,7 +24,6 @@ public struct Generator {
         package init(prompt: [Int]) { self.prompt = prompt }
     }
 
-    /// The result of a generation.
     public struct Summary: Codable, Sendable, Equatable {
         package let reason: Reason
         public let tokens: Int
@@ -39,9 +32,7 @@ public struct Generator {
         /// The time in seconds after `promptSeconds` until the text ended.
         public let seconds: Double
         package let footprintPeakBytes: Int
-        /// The size of the adapters' matrices, in bytes.
         package let adapterBytes: Int
-        /// The token of `stop` that ended the text; nil if none did.
         package let stopToken: Int?
 
         /// The reason why a text ended: a token of `stop`, `maxTokens`, or `CancellationError`.
@@ -50,10 +41,6 @@ public struct Generator {
 
     private var model: CachedModel
 
-    /// - Parameters:
-    ///   - bundle: the model.
-    ///   - adapters: adapters whose outputs the model adds; none for the base model.
-    /// - Throws: `MeSPError`, for example if adapters do not fit the model, or a weight is out of range.
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = []) throws {
         self.init(try CachedModel(bundle, adapters: adapters))
     }
@@ -62,19 +49,14 @@ public struct Generator {
 
     /// Replaces the adapters for the next texts.
     ///
-    /// - Parameter adapters: adapters whose outputs the model adds; none for the base model.
     /// - Throws: the errors of `init`; the generator then keeps its adapters.
     package mutating func use(_ adapters: [WeightedAdapters]) throws { try model.use(adapters) }
 
     /// Generates a text, and calls `onToken` with each of its tokens as it is chosen.
     ///
     /// - Parameters:
-    ///   - request: the prompt, and how tokens are chosen.
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it, or from
     ///     `onToken`, ends the text as `stopped`.
-    ///   - onToken: gets the token's id.
-    /// - Returns: the summary of the text.
-    /// - Throws: `MeSPError`, and other errors of `atBlock` and `onToken`.
     @discardableResult
     package func generate(
         _ request: Request, atBlock: () throws -> Void = {}, onToken: (Int) throws -> Void
@@ -86,13 +68,8 @@ public struct Generator {
     /// Generates a text as ``generate(_:atBlock:onToken:)`` does, but reads only the part of the prompt that is not in `cache`.
     ///
     /// - Parameters:
-    ///   - request: the prompt, and how tokens are chosen.
     ///   - cache: a cache of the same model, or an empty one. Afterwards it contains the tokens of the prompt and of the text that the model has
     ///     read. If it is larger than its limit, it is cut back.
-    ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it, or from
-    ///     `onToken`, ends the text as `stopped`.
-    ///   - onToken: gets the token's id.
-    /// - Returns: the summary of the text.
     /// - Throws: `MeSPError`, and other errors of `atBlock` and `onToken`. The cache is then empty, except after an invalid request.
     @discardableResult
     package func generate(
@@ -121,13 +98,11 @@ public struct Generator {
     /// Generates several texts, up to `atOnce` of them in one batch.
     ///
     /// - Parameters:
-    ///   - requests: the prompts, and how the tokens of each are chosen.
     ///   - atOnce: the maximum batch size, from 1 to 16. When one text ends, the next begins.
     ///   - cacheLimit: the maximum size of the running texts' caches, in bytes. If their caches would be larger, fewer texts run together.
     ///   - atBlock: called as for one text; `CancellationError` from it ends all texts as `stopped`.
     ///   - onToken: gets the index of a request and the next token's id; `CancellationError` from it ends this text as `stopped`.
     ///   - onEnd: gets the index of a request and the summary of its text, in the order in which texts end.
-    /// - Throws: `MeSPError`, and other errors of the three functions.
     package func generate(
         _ requests: [Request], atOnce: Int, cacheLimit: Int = Generator.cacheLimit, atBlock: () throws -> Void = {},
         onToken: (_ request: Int, _ token: Int) throws -> Void, onEnd: (_ request: Int, Summary) throws -> Void
@@ -155,11 +130,8 @@ public struct Generator {
         let request: Request
         var cache: PromptCache
         private(set) var random: MLXRandom.RandomState
-        /// The times when the text began and when its first token could be chosen.
         var begin, first: ContinuousClock.Instant?
-        /// The tokens passed to the caller so far.
         private(set) var written = [Int]()
-        /// The number of tokens chosen since the text was begun or restarted.
         private var count = 0
         /// The last token, which is not in the cache yet.
         var last = 0
@@ -177,7 +149,6 @@ public struct Generator {
             return text
         }
 
-        /// The next token, if it was already written before a restart.
         var known: Int? { count < written.count ? written[count] : nil }
 
         /// Takes the next token.
@@ -214,7 +185,6 @@ public struct Generator {
         var (waiting, texts) = (all[...], [Text]())
         // The last prompt, and the cache and the logits after this prompt. The next text reuses them if it has the same prompt.
         var read: (prompt: [Int], cache: PromptCache, logits: MLXArray)?
-        /// Starts waiting texts while there is room, and adds a token to each text.
         func addTokens() throws {
             while texts.count < atOnce, let next = waiting.first, hasRoom(for: next, beside: texts, cacheLimit) {
                 waiting.removeFirst()
@@ -242,7 +212,6 @@ public struct Generator {
             texts = ended.filter { $0.1 == nil }.map(\.0)
             for (text, reason) in ended { if let reason { try end(text, reason) } }
         }
-        /// Restarts the texts in progress after a failure of the GPU.
         func beginAgain() throws {
             waiting = texts.map { $0.begunAgain() } + waiting
             (texts, read) = ([], nil)
@@ -277,7 +246,6 @@ public struct Generator {
         return zip(texts, chosen).map { text, token in text.known ?? token }
     }
 
-    /// Returns whether the caches of the texts in progress and of `next` fit in `limit` at their longest. Returns true if no text is in progress.
     private func hasRoom(for next: Text, beside texts: [Text], _ limit: Int) -> Bool {
         guard !texts.isEmpty else { return true }
         // The bound avoids an overflow of the cache's size.
@@ -296,8 +264,7 @@ public struct Generator {
 
     // MARK: - Forward
 
-    /// Returns the logits `[vocabulary]` (float32, evaluated) of the token after `tokens`. The tokens continue the text in the cache and are added to
-    /// the cache.
+    /// Returns the logits `[vocabulary]` (float32, evaluated) of the token after `tokens`.
     func logits(
         _ tokens: ArraySlice<Int>, _ cache: inout PromptCache, _ atBlock: () throws -> Void
     ) throws -> MLXArray {
@@ -308,7 +275,6 @@ public struct Generator {
         return logits
     }
 
-    /// Returns the logits `[n, vocabulary]` (float32) from the last block's output `[n, hidden]`.
     private func project(_ y: MLXArray) throws -> MLXArray {
         try model.bundle.withHead { weights in
             let logits = CrossEntropyHead(
@@ -342,7 +308,6 @@ public struct Generator {
         return numbers
     }
 
-    /// Returns the sampled token, not evaluated; nil at temperature 0.
     private func drawn(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) -> MLXArray? {
         guard request.temperature > 0 else { return nil }
         var logits = logits - logits.max()  // the likeliest token's logit stays 0 at every temperature

@@ -4,27 +4,21 @@ import MeSPAdapters
 /// The tokens that a model has read, and each block's state after them. A model reuses the cache for a text with the same first tokens, such as the
 /// next turn of a conversation.
 ///
-///     var cache = PromptCache(limit: 1 << 26)
-///     try generator.generate(turn, continuing: &cache) { show($0) }
-///
 /// A cache is for one bundle's model. The cache is emptied when the model gets other adapters. The state of attention can be cut back to any number
 /// of tokens. A recurrent state cannot. For recurrent blocks the cache also keeps the states shortly before the end of the last prompt. A text that
 /// differs earlier is read from the start.
 package struct PromptCache {
     private(set) var tokens = [Int]()
-    /// The state of each block; nil before the first token.
     package var blocks = [MixerState?]()
     let limit: Int
-    /// The adapters of the model that read the text; nil for adapters in memory.
     private var adapters: AdapterSelection?
     /// A number of tokens to which the text can be cut back, and the recurrent blocks' states after these tokens.
     private var mark: (count: Int, states: [MixerState?])?
-    /// The number of tokens at which the next mark is set.
     private var nextMark = 0
     /// The number of tokens between a mark and the prompt's end.
     static let opening = 16
 
-    /// - Parameter limit: the maximum size in bytes after a text has ended. A larger cache is cut back.
+    /// - Parameter limit: the maximum size in bytes after a text has ended.
     package init(limit: Int = .max) { self.limit = limit }
 
     func emptied() -> PromptCache {
@@ -39,7 +33,6 @@ package struct PromptCache {
         self.adapters = adapters
     }
 
-    /// The size of the cache, in bytes.
     package var size: Int { (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1?.size ?? 0) } }
 
     var recurrentStates: [MLXArray] { blocks.compactMap { $0 }.filter(\.isRecurrent).flatMap(\.arrays) }

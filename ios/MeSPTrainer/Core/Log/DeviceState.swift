@@ -1,6 +1,5 @@
 import Foundation
 
-/// The thermal state of the device, as in `ProcessInfo.ThermalState`.
 public enum ThermalState: String, Sendable, CaseIterable {
     case nominal, fair, serious, critical
 
@@ -20,7 +19,6 @@ public enum ThermalState: String, Sendable, CaseIterable {
 }
 
 public struct Battery: Codable, Sendable, Equatable {
-    /// The charge, from 0 to 1.
     package var level: Float
     /// Whether the device is on a charger, even with a full battery.
     package var isCharging: Bool

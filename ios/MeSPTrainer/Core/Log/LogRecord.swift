@@ -32,7 +32,6 @@ public enum LogRecord: Sendable {
             package var weights: String?
         }
     }
-    /// The prediction of a run's memory, and other numbers that are known before the first step.
     public struct Prediction: Codable, Sendable {
         package var method: GradientMethod
         package var seqLen: Int
@@ -64,15 +63,12 @@ public enum LogRecord: Sendable {
         package var mlxCacheBytes: Int
         package var writtenBytes: Int
         public var thermalState: String
-        /// The number of replayed sequences; nil if no text is replayed.
         package var replayed: Int?
-        // The measures of a step on preference data.
         package var margin: Float?
         package var accuracy: Float?
         package var rewardChosen: Float?
         package var rewardRejected: Float?
         package var kl: Float?
-        // The measures of a step on sampled answers.
         package var reward: Float?
         package var sampledTokens: Int?
         package var samplingSeconds: Double?
@@ -82,7 +78,6 @@ public enum LogRecord: Sendable {
         public var split: String
         public var loss: Float
         package var tokens: Int
-        // The measures of an evaluation on preference data.
         package var margin: Float?
         package var accuracy: Float?
     }
@@ -93,9 +88,7 @@ public enum LogRecord: Sendable {
         package init(event: String, message: Sentence) { (self.event, self.message) = (event, message) }
     }
     /// The strength of the adapters that was chosen at the end of a run: an additional factor of their outputs, see `chosenStrength`. It is 0 if no
-    /// strength within the limit lowered the held-out loss. The losses are in nats per token. `lossBefore` and `lossAfter` are held-out losses, at
-    /// the beginning of the run and with the adapters at this strength. `generalBefore` and `generalAfter` are losses of the general text, of the
-    /// base model and with the adapters at this strength.
+    /// strength within the limit lowered the held-out loss. The losses are in nats per token.
     public struct Strength: Codable, Sendable {
         package var step: Int
         package var strength: Float
@@ -127,7 +120,6 @@ public enum LogRecord: Sendable {
         }
     }
 
-    /// Returns the record as one line of JSON with a line feed, with the current time.
     func line() throws -> Data {
         let encoder = JSONEncoder.snakeCase
         encoder.outputFormatting = [.sortedKeys, .withoutEscapingSlashes]

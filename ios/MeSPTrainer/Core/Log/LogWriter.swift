@@ -2,7 +2,6 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// The file `metrics.jsonl` in a run's output folder, with a line for each record.
 package struct LogWriter {
     private let file: FileHandle
     private let url: URL
@@ -11,7 +10,6 @@ package struct LogWriter {
 
     /// Whether some lines in the first `resumeAt` bytes of a continued log were lost or damaged. Damaged lines were removed.
     let lostLines: Bool
-    /// Whether the log is new, or none of its records could be kept.
     let isEmpty: Bool
 
     /// Creates the log in `folder`, which must not contain a log. With `resumeAt`, continues the existing log after its first `resumeAt` bytes.

@@ -4,7 +4,6 @@ import MeSPBundle
 import MeSPSentences
 
 extension ModelBundle {
-    /// `device` as MLX names it.
     package var mlxDevice: Device { Device(device == .cpu || Device.gpuIsSimulated ? .cpu : .gpu) }
 
     /// Calls `body` with `device` as MLX's default device.

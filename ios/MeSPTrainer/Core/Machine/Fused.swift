@@ -7,7 +7,6 @@ struct Fused: Sendable {
     private let onCPU: @Sendable ([MLXArray]) -> [MLXArray]
     private let onGPU: @Sendable ([MLXArray]) -> [MLXArray]
 
-    /// - Parameter function: the arithmetic, with a single result.
     init(_ function: @escaping @Sendable ([MLXArray]) -> MLXArray) {
         self.function = function
         onCPU = compile { [function($0)] }

@@ -9,7 +9,6 @@ package enum MetalMemory {
     /// The bytes of Metal that are assumed until a self-check has measured them.
     static let assumed = 20_000_000
 
-    /// The limit in bytes of the freed buffers that MLX caches while it works on a CPU.
     private static let cacheOnCPU = 1 << 20
 
     /// Returns an estimate of the bytes that Metal's allocator takes on a CPU in addition to the arrays: the cached buffers, and the unused part of

@@ -4,7 +4,6 @@ import MLX
 /// while it waits and after it has ended.
 package enum MLXLimits {
     struct Limit: Hashable, Sendable {
-        /// The limit of the freed buffers that MLX caches.
         static let cache = Limit(name: "cache")
         /// The limit of the arrays' memory above which MLX waits for the GPU.
         static let memory = Limit(name: "memory")
@@ -21,7 +20,6 @@ package enum MLXLimits {
 
     // Only the thread that works on MLX uses the next two variables (`MLXWork`).
 
-    /// The values that the trainer has set for each limit, from the outermost call of `set` to the innermost.
     nonisolated(unsafe) private static var own = [Limit: [Int]]()
     /// The values that limits had before the trainer set them.
     nonisolated(unsafe) private static var ofProcess = [Limit: Int]()
@@ -38,7 +36,6 @@ package enum MLXLimits {
         return try body()
     }
 
-    /// Restores the limits of other code while `body` runs.
     package static func giveBack<R>(during body: () throws -> R) rethrows -> R {
         let limits = own.compactMapValues(\.last)
         for limit in limits.keys { limit.value = ofProcess[limit] ?? limit.value }

@@ -13,7 +13,6 @@ package enum MLXWork {
     /// Waits until no other thread works on MLX, and calls `body` with `device` as MLX's default device.
     ///
     /// - Parameter backend: `gpu` if errors of `device` are reported asynchronously; see `MLXErrors`.
-    /// - Throws: the errors of `body`, and MLX errors.
     static func run<R>(on device: Device, as backend: Backend, _ body: () throws -> R) throws -> R {
         try turn.withLock {
             try Device.$outer.withValue(.outer ?? .defaultDevice()) {

@@ -8,16 +8,12 @@ struct MachineMemory: Sendable {
     let dequantized: Int
     /// 1 if each operation writes an array, 0 if elementwise operations are fused.
     let unfused: Int
-    /// Whether a mixer's attention is a single MLX operation.
     let isOneOperation: @Sendable (AttentionMixer) -> Bool
-    /// The bytes of Metal in the process; nil if MLX does not start Metal.
     let metal: Int?
     /// Whether mapped weights are clean pages, which the system can reclaim. A GPU's driver may count them as memory.
     let mapsAreClean: Bool
-    /// Returns the bytes of temporary arrays in a step, and of the memory that the allocator keeps.
     let working: @Sendable (Planner, Plan) -> Int
 
-    /// Returns the memory that mapped weights may take, in bytes.
     func roomForMaps(after peak: Int, limit: Int?, room: Int) -> Int {
         mapsAreClean ? room : min(limit ?? .max, room) - peak
     }
@@ -55,8 +51,8 @@ extension Processor {
 }
 
 extension Planner {
-    /// Returns an estimate of the bytes that malloc keeps on Linux because of fragmentation. An array of 8 MiB or more leaves no gap, as it has its own
-    /// mapping. The constants are fitted to measured peaks.
+    /// Returns an estimate of the bytes that malloc keeps on Linux because of fragmentation. An array of 8 MiB or more leaves no gap, as it has its
+    /// own mapping.
     fileprivate func gapsOfMalloc(_ plan: Plan) -> Int {
         func gaps(_ array: Int) -> Int { array < 8 << 20 ? 3 * max(0, array - 900_000) : 0 }
         let mixer = largest(lastInput)
@@ -68,7 +64,6 @@ extension Planner {
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
     }
 
-    /// The bytes that Metal's allocator takes on an Apple CPU in addition to the arrays.
     fileprivate var pagesOfMetal: Int { MetalMemory.beyondArrays(blocks: architecture.numHiddenLayers) }
 
     /// Returns the bytes of a GPU's working arrays. MLX waits when the arrays of a phase fill its workspace (`withWorkspace`), but can exceed the
@@ -82,7 +77,6 @@ extension Planner {
         return held(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + max(workspaces, baseline ?? 0) + d
     }
 
-    /// Returns the bytes of the largest of three phases: the mixer's backward pass, the MLP's backward pass and the update.
     private func phaseOnGPU(_ plan: Plan) -> Int {
         let tenMixers = largest { mixer in
             guard case .attention(let a) = mixer else { return 40 * intermediates(of: mixer) }
@@ -95,12 +89,10 @@ extension Planner {
         return max(mixer, mlp, 10 * update(plan)) / 10
     }
 
-    /// Returns the bytes that a phase may take on a GPU before MLX waits, plus a cache; see `withWorkspace`.
     func workspace(_ plan: Plan) -> Int {
         (MLXSupport.hasShortCommandBuffers ? phaseOnGPU(plan) : phaseOnGPU(plan) * 2 / 5) + plan.cacheBytes
     }
 
-    /// Returns a copy of a GPU's plan with a cache of freed buffers. The self-check measures a step with it.
     package func keepingCache(_ plan: Plan) -> Plan {
         var kept = plan
         kept.cacheBytes = 3 * phaseOnGPU(plan)

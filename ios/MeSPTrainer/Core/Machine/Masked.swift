@@ -1,11 +1,6 @@
 import MLX
 
 /// Returns x[t, j] where r[t] c[j] mod 2³² ≥ `least`, and 0 elsewhere.
-///
-/// - Parameters:
-///   - x: `[n, in]`
-///   - r: a number for each row
-///   - c: a number for each column
 func masked(_ x: MLXArray, rows r: [UInt32], columns c: [UInt32], least: UInt32) -> MLXArray {
     guard Device.isCPU else { return fusedMask([x, .of(r, [r.count, 1]), .of(c), MLXArray(least)]) }
     // On a CPU MLX does not fuse operations on integers, and would write an array of the products.

@@ -19,7 +19,6 @@ extension LoRAGradients: Arrays {
 /// In a backward pass, a CPU evaluates each part. A GPU evaluates parts only with a `pause`, because it would be idle between evaluations. Instead,
 /// `reduce` makes each part depend on the part before, so that `Memory.memoryLimit` bounds the temporary arrays.
 extension Machine {
-    /// Ends a part, and returns its results.
     @discardableResult func part<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
         if evaluatesParts || pause != nil { submit(allArrays(repeat each results)) }
         pause?()
@@ -42,9 +41,6 @@ extension Machine {
     ///
     /// - Parameters:
     ///   - state: the state before the first part; consumed, so that its arrays are freed when a part replaces them
-    ///   - inputs: the arrays that every part reads
-    ///   - next: updates the state for a part, from the inputs
-    /// - Returns: the state after the last part.
     func reduce<P, S: Arrays>(
         _ parts: [P], _ state: consuming S, reading inputs: inout [MLXArray],
         _ next: (_ state: inout S, _ part: P, _ inputs: [MLXArray]) throws -> Void
@@ -132,7 +128,6 @@ private func allArrays<each R: Arrays>(_ results: repeat each R) -> [MLXArray] {
 }
 
 extension ModelBundle {
-    /// Returns the result of `body` for the weights of a file, evaluated.
     func computed<R: Arrays>(with file: Manifest.PackedFile, _ body: (PackedWeights) throws -> R) throws -> R {
         try withWeights(file) {
             let result = try body($0)

@@ -15,7 +15,6 @@ package struct Processor: Sendable {
     /// Whether attention and its derivative are operations that compute the scores in tiles that fit in the caches. MLX's own operations
     /// hold all scores at once.
     var attendsByTiles: Bool
-    /// Whether MLX allocates arrays through Metal.
     var startsMetal: Bool
     /// Whether freed memory is reused for arrays of any size, as with malloc. MLX's own allocator reuses a buffer only for arrays of about the same
     /// size.
@@ -56,7 +55,6 @@ package struct Processor: Sendable {
 }
 
 extension Processor {
-    /// Returns whether a mixer's attention and its derivative are single MLX operations.
     func hasOperation(for attention: AttentionMixer) -> Bool {
         attendsByTiles && attention.attnLogitSoftcapping == nil
     }
@@ -85,24 +83,19 @@ extension Processor {
         return backend == .gpu ? min(memory, systemMemoryLimit() ?? .max) / 2 : memory
     }
 
-    /// Returns whether a plan's arrays on disk stay mapped from one use to the next.
     func keepsMaps(_ plan: Plan) -> Bool { backend == .cpu || plan.keepsMaps }
 
-    /// Returns whether MLX keeps freed buffers from one block to the next.
     func keepsCache(_ plan: Plan) -> Bool {
         plan.cacheBytes > 0 || backend == .cpu && reusesMemory && plan.keptBlocks > 0
     }
 
-    /// Returns the maximum bytes of the arrays of one block or of the head before MLX waits; nil on a CPU, where this limit is not needed.
     func workspace(_ planner: Planner, _ plan: Plan) -> Int? { backend == .gpu ? planner.workspace(plan) : nil }
 
     /// Whether all kernels are compiled before the first pass. A GPU compiles kernels during that pass.
     var hasKernels: Bool { backend == .cpu }
 
-    /// Returns the `numbers` whose kernels are compiled before the first pass: all on a CPU, none on a GPU.
     func numbersWithKernels(_ numbers: ClosedRange<Int>) -> Set<Int> { hasKernels ? Set(numbers) : [] }
 
-    /// Returns a block's forward pass. On a GPU it is the result of `function` unless that is nil. Otherwise it is `formulas`.
     func forwardPass(
         _ formulas: @autoclosure () -> Block, function: () throws -> (any BlockForward)?
     ) rethrows -> any BlockForward {
@@ -110,7 +103,6 @@ extension Processor {
         return formulas()
     }
 
-    /// The dtype of activations.
     var dtype: DType { backend.dtype }
 
     /// Returns the functions that a run calls: in the forward pass on a GPU, and for MeBP's gradients on a CPU.
@@ -132,7 +124,6 @@ extension Processor {
 }
 
 extension Backend {
-    /// The processor of this kind in this process.
     package var processor: Processor {
         switch self {
         case .cpu: .cpu

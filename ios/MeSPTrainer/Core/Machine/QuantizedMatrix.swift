@@ -5,7 +5,6 @@ import MeSPBundle
 package struct QuantizedMatrix: Arrays {
     package let weight: MLXArray
     package let scales: MLXArray
-    /// The biases of affine quantization; nil for other formats.
     package let biases: MLXArray?
     package let format: QuantizationFormat
     let processor: Processor
@@ -41,7 +40,6 @@ package struct QuantizedMatrix: Arrays {
 
     var arrays: [MLXArray] { [weight, scales] + biases.arrays }
 
-    /// Returns the rows (outputs) `range` of W.
     package func rows(_ range: Range<Int>) -> QuantizedMatrix {
         range.count == rows ? self : part(weight[range], scales[range], biases?[range])
     }
@@ -65,7 +63,6 @@ package struct QuantizedMatrix: Arrays {
             weight.take(indices, axis: 0), scales.take(indices, axis: 0), biases?.take(indices, axis: 0), format)
     }
 
-    /// Returns the rows of W at `indices` `[n]`, quantized.
     func packedRows(_ indices: MLXArray) -> QuantizedMatrix {
         part(weight.take(indices, axis: 0), scales.take(indices, axis: 0), biases?.take(indices, axis: 0))
     }

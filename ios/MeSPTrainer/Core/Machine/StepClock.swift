@@ -7,7 +7,6 @@ package final class StepClock {
     /// `CancellationError`, which ends the step unless the step has already changed parameters.
     package var atBlock: () throws -> Void = {}
 
-    /// The time spent in each phase so far, in seconds.
     package private(set) var time = Phases()
 
     package struct Phases {
@@ -30,7 +29,6 @@ package final class StepClock {
     /// Waits within a block, if `atBlock` waits. Ignores the errors of `atBlock`; a stop takes effect at the next boundary.
     func pause() { try? boundary() }
 
-    /// Returns the result of a piece of work, which is limited to a workspace and repeated if a GPU fails; see `MLXErrors.repeating`.
     func repeating<R>(in workspace: Int? = nil, confirms: Bool = true, _ body: () throws -> R) throws -> R {
         try MLXErrors.repeating(confirms: confirms, beforeRetry: boundary) { try withWorkspace(workspace, body) }
     }

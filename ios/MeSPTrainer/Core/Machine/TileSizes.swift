@@ -24,7 +24,6 @@ extension Machine {
         return (count + parts - 1) / parts
     }
 
-    /// Makes a machine whose temporary arrays take about `bytes` each, for sequences of `length` tokens.
     package init(
         _ a: Architecture, group: Int, length: Int, bytes: Int, processor: Processor, pause: (() -> Void)? = nil
     ) {
@@ -65,7 +64,6 @@ extension Machine {
     }
 }
 
-/// Returns `0..<count` in pieces of `size`, of which the last may be shorter.
 package func tiles(of count: Int, size: Int) -> [Range<Int>] {
     stride(from: 0, to: count, by: min(size, max(count, 1))).map { $0..<min($0 + min(size, count), count) }
 }

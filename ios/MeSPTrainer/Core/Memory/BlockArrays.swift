@@ -22,7 +22,6 @@ final class ArrayFile {
 
     /// - Parameters:
     ///   - folder: the folder for the file, which must not be in memory (tmpfs).
-    ///   - shape: the shape of the largest array.
     ///   - keepsMaps: whether arrays stay mapped. A GPU's driver may count mapped arrays as memory.
     init(in folder: URL, shape: [Int], dtype: DType, keepsMaps: Bool) throws {
         self.keepsMaps = keepsMaps
@@ -79,19 +78,16 @@ final class ArrayFile {
     }
 }
 
-/// Arrays, one for each block, in memory or in a file.
 package struct BlockArrays {
     private var arrays: [MLXArray?]
     private let file: ArrayFile?
     private var slots: [Int]
     private let keepsPrevious: Bool
-    /// The blocks that have a sum since the last call of `beginSums`.
     private var begun = Set<Int>()
 
     var written: Int { file?.written ?? 0 }
 
     /// - Parameters:
-    ///   - file: the file for the arrays; nil to keep them in memory.
     ///   - place: the place of these arrays in the file, from 0, in units of `count` arrays.
     init(count: Int, file: ArrayFile?, place: Int = 0, keepsPrevious: Bool = false) {
         arrays = Array(repeating: nil, count: count)
@@ -130,7 +126,6 @@ package struct BlockArrays {
     /// Begins new sums. The next array that is added for a block replaces the block's sum.
     mutating func beginSums() { begun = [] }
 
-    /// Returns the sum of an array and a block's sum, if it has one since the last call of `beginSums`.
     func sum(with array: MLXArray, _ block: Int) throws -> MLXArray {
         try begun.contains(block) ? read(block) + array : array
     }
@@ -140,7 +135,6 @@ package struct BlockArrays {
         begun.insert(block)
     }
 
-    /// Returns a block's array and removes it from memory.
     mutating func take(_ block: Int) throws -> MLXArray {
         defer { arrays[block] = nil }
         return try read(block)

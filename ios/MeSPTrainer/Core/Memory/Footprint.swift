@@ -32,7 +32,6 @@ package func memoryFootprint() -> Int {
 #endif
 
 #if !canImport(Darwin)
-    /// Returns the sum of some fields of `/proc/self/status`, in bytes.
     func processStatus(_ fields: [String]) -> Int {
         withUnsafeTemporaryAllocation(byteCount: 4096, alignment: 1) { buffer in
             let file = open("/proc/self/status", O_RDONLY)
@@ -73,7 +72,6 @@ package final class FootprintSampler: @unchecked Sendable {
 
     private let source: Source
     private let lock = NSLock()
-    /// The highest sampled footprint since the last call of `takePeak`.
     private var read = 0
     private var known: Int
     private var running = true

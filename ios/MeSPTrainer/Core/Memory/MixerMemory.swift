@@ -1,17 +1,13 @@
 import MeSPBundle
 
 extension Planner {
-    /// The number of tokens in a mixer's segment; all tokens if the sequence has one segment.
     private var segment: Int { Machine.mixerTokens(architecture, length, settings.processor) }
 
-    /// Returns the bytes of one segment's part of an array `[T, …]` with `bytes` bytes.
     func inSegment(_ bytes: Int) -> Int { isCut ? bytes / length * segment : bytes }
     private func inOthers(_ bytes: Int) -> Int { bytes - inSegment(bytes) }
 
-    /// Whether mixers process the sequence in several segments.
     var isCut: Bool { segment < length && architecture.mixers.allSatisfy(\.goesBySegments) }
 
-    /// Returns the bytes of the input of a mixer's last projection.
     func lastInput(of mixer: Mixer) -> Int { activation(mixer.mixerWidth(hidden: architecture.hiddenSize)) }
 
     /// Returns the bytes of the mixer's arrays that the backward pass reads. With segments, these are k̂, v̂ and attn_out of attention, or the states
@@ -24,7 +20,6 @@ extension Planner {
         }
     }
 
-    /// Returns the bytes of a gated delta net's state: S and the last rows of qkv.
     private func state(_ net: GatedDeltaNetMixer) -> Int {
         4 * net.valueWidth * net.keyHeadDim + itemSize * (net.kernelSize - 1) * net.convolutionWidth
     }
@@ -82,7 +77,6 @@ extension Planner {
         }
     }
 
-    /// Returns the bytes that automatic differentiation keeps.
     func automatic(of mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a): 2 * a.numAttentionHeads * length * length * 4 + 7 * whole(mixer)

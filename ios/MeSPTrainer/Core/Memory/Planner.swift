@@ -17,10 +17,8 @@ public struct Plan: Codable, Sendable, Equatable {
     package var keepsAnswer = false
     /// The limit of the freed buffers that MLX caches from one block to the next on a GPU, in bytes.
     package var cacheBytes = 0
-    /// Whether weights stay mapped from one use to the next.
     package var keepsMaps = false
 
-    /// Returns the number of sequences whose block inputs are kept at once.
     func sequences(of settings: RunSettings) -> Int {
         order == .blocks ? settings.sequences : keepsAnswer ? 2 : 1
     }
@@ -34,7 +32,6 @@ public struct Plan: Codable, Sendable, Equatable {
     }
 }
 
-/// The choice of a step's plan by its predicted peak footprint (`StepMemory.swift`).
 package struct Planner: Sendable {
     let manifest: Manifest
     let settings: RunSettings
@@ -42,7 +39,6 @@ package struct Planner: Sendable {
     /// The number of a block's parameters, of its trained parameters, and of its parameters if all modules had adapters.
     typealias Parameters = (count: Int, trained: Int, whole: Int)
     let parameters: [Parameters]
-    /// The number of magnitudes of all blocks; 0 without DoRA.
     let magnitudes: Int
     /// The number of projections with adapters among gate, up and down. If it differs between the MLP and the experts, the larger number.
     let adaptedInMLP: Int
@@ -70,10 +66,8 @@ package struct Planner: Sendable {
     var architecture: Architecture { manifest.architecture }
     var length: Int { settings.seqLen }
     var method: GradientMethod { settings.method }
-    /// The number of blocks from the first trained block on.
     var trainedBlocks: Int { parameters.count - (parameters.firstIndex { $0.count > 0 } ?? parameters.count) }
 
-    /// The possible tile sizes in bytes, the largest first.
     var tileSizes: [Int] {
         Machine.choices(settings.processor, hiddenSize: architecture.hiddenSize, length: length)
     }
@@ -91,7 +85,6 @@ package struct Planner: Sendable {
         return plan
     }
 
-    /// The system's memory limit or, if it is smaller, the machine's memory, in bytes.
     private var room: Int { min(systemLimit ?? .max, Int(ProcessInfo.processInfo.physicalMemory)) }
 
     private func plan(within asked: Int?) throws -> Plan {
@@ -125,7 +118,6 @@ package struct Planner: Sendable {
         return cheaper
     }
 
-    /// All plans, from the fastest to the slowest.
     private var plans: [Plan] {
         let maxKept = method.readsIntermediates ? trainedBlocks : 0
         return offloads.flatMap { offload in
@@ -166,7 +158,6 @@ package struct Planner: Sendable {
         return min(RunSettings.maxSequences, (1 << 60) / bytes)
     }
 
-    /// Returns whether a plan that was read from a file is possible with these settings.
     func isPossible(_ plan: Plan) -> Bool {
         (1...(1 << 30)).contains(plan.tileBytes) && (0...(1 << 40)).contains(plan.cacheBytes)
             && (0...(method.readsIntermediates ? trainedBlocks : 0)).contains(plan.keptBlocks)
@@ -206,7 +197,6 @@ package struct Planner: Sendable {
         return overflow ? .max : bytes
     }
 
-    /// Returns the possible values of `keepsAnswer`, the faster first.
     private func keepingAnswers(_ offload: RunSettings.Offload) -> [Bool] {
         guard settings.objective?.takesPairs == true, method.hasBackwardPass else { return [false] }
         return offload == .none ? [true, false] : [true]
@@ -217,7 +207,6 @@ package struct Planner: Sendable {
         return method.hasBackwardPass ? [.none, .inputs, .all] : [.none, .all]
     }
 
-    /// The lowest memory limit with which a plan is possible, in bytes.
     package var leastPeak: Int { withMargin(plans.map(peak).min() ?? 0) }
 
     /// Returns a prediction with a margin of 8%, because a prediction can be about 8% too low.

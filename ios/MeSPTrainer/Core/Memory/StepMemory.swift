@@ -3,7 +3,6 @@ import MeSPBundle
 /// The prediction of a step's memory: the bytes of the arrays that are alive at once in each phase of the step. docs/method.md defines the arrays'
 /// names.
 extension Planner {
-    /// Returns the predicted peak footprint of a step, in bytes.
     package func peak(_ plan: Plan) -> Int { max(peakOfPasses(plan), sampling(plan) + answerCaches(plan)) }
 
     private func peakOfPasses(_ plan: Plan) -> Int { process + arrays(plan) }
@@ -11,7 +10,6 @@ extension Planner {
     /// Returns the bytes of MLX's arrays at a step's peak, with the memory that MLX or malloc caches.
     package func arrays(_ plan: Plan) -> Int { lasting(plan) + machineMemory.working(self, plan) }
 
-    /// The part of a predicted peak that is Metal's, in bytes; nil if MLX does not start Metal.
     package var metalBytes: Int? { machineMemory.metal }
 
     /// The bytes of the process once MLX has started and has imported the run's block functions. The functions' graphs take 7.5 times the size of
@@ -57,14 +55,12 @@ extension Planner {
         return vectors + inputs + waiting + examples + (plan.order == .blocks ? gradientBytes : 0)
     }
 
-    /// Returns the bytes of the intermediates of the kept blocks, except `missing` of them.
     func held(_ plan: Plan, but missing: Int = 0) -> Int {
         kept[max(0, plan.keptBlocks - missing)] * (plan.order == .blocks ? settings.sequences : 1)
     }
 
     private func sum(_ bytes: (Parameters) -> Int) -> Int { parameters.reduce(0) { $0 + bytes($1) } }
 
-    /// The bytes of the parameters, the optimizer's state, their copies, and further arrays with DoRA.
     var vectorBytes: Int {
         let state = Optimizer.state(settings)
         let values = sum {
@@ -77,7 +73,6 @@ extension Planner {
     /// The bytes of the gradients of all blocks. With DP-SGD there are an example's gradient and the sum.
     private var gradients: Int { sum { 4 * $0.trained } * (settings.dpClip == nil ? 1 : 2) }
 
-    /// The bytes of the largest gradient of a block.
     var gradientBytes: Int { parameters.map { 4 * $0.trained }.max() ?? 0 }
     private var loraBytes: Int { parameters.map { 4 * $0.count }.max() ?? 0 }
 
@@ -89,7 +84,6 @@ extension Planner {
             + 4 * magnitudes
     }
 
-    /// The bytes of the gradients of shared keys and values.
     var sharedSums: Int { 4 * length * sharedWidth(from: parameters.count - trainedBlocks) }
 
     private func sharedWidth(from first: Int) -> Int {
@@ -99,7 +93,6 @@ extension Planner {
         }
     }
 
-    /// The bytes of the tokens and of the positions with a loss.
     private var examples: Int {
         let arrays = (length + 1) * MemoryLayout<Int32>.size + length * MemoryLayout<Int>.size
         return (settings.dpClip == nil ? settings.sequences : 1) * (settings.objective == nil ? 1 : 2) * (arrays + 256)
@@ -107,7 +100,6 @@ extension Planner {
 
     // MARK: - A phase of a step
 
-    /// Returns the bytes of the largest phase on a CPU.
     func phase(_ plan: Plan) -> Int {
         let machine = makeMachine(plan)
         let ofMLP = plan.keptBlocks > 0 ? (settings.dropout > 0 ? 5 : 3) * intermediate : 0
@@ -122,7 +114,6 @@ extension Planner {
             processor: settings.processor)
     }
 
-    /// The bytes of a baseline's work on a block; nil for the structured backward pass.
     var baseline: Int? {
         switch method {
         case .mesp: return nil
@@ -152,7 +143,6 @@ extension Planner {
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows
     }
 
-    /// Returns the bytes of the largest part of a block's backward pass. The parts are the recomputation, the MLP and the mixer.
     private func backward(_ plan: Plan, _ machine: Machine) -> Int {
         let masked = settings.dropout > 0 ? inSegment(4 * length * architecture.hiddenSize) : 0
         return max(
@@ -168,7 +158,6 @@ extension Planner {
         recomputed(block.mixer) + (magnitudes > 0 ? 0 : activation(2 * block.mlp.intermediateSize))
     }
 
-    /// Returns the bytes of the MLP's backward pass, without the intermediates.
     private func mlpBackward(_ machine: Machine) -> Int {
         let features = min(machine.features, architecture.widestMLP)
         let some = 4 * machine.mlpTokens * architecture.hiddenSize
@@ -180,7 +169,6 @@ extension Planner {
         return hidden + 3 * some + max(ofTile, 2 * some + 5 * perLayer) + gradientBytes
     }
 
-    /// Returns the bytes of the update of a block's parameters: the optimizer's arrays and temporary arrays.
     func update(_ plan: Plan) -> Int {
         guard method.hasBackwardPass else { return 0 }
         let arrays =
@@ -196,15 +184,11 @@ extension Planner {
 
     // MARK: - Arrays
 
-    /// The size in bytes of one element of the activations.
     var itemSize: Int { settings.processor.dtype.size }
-    /// Returns the bytes of an array `[T, features]`.
     func activation(_ features: Int) -> Int { length * features * itemSize }
     var hidden: Int { activation(architecture.hiddenSize) }
     var intermediate: Int { activation(architecture.widestMLP) }
-    /// The bytes of the input of a post-norm, which the backward pass reads; 0 without post-norms.
     var normed: Int { architecture.postNorms ? hidden : 0 }
-    /// The bytes of p, one layer's per-layer embeddings; 0 without per-layer embeddings.
     private var perLayer: Int { activation(architecture.perLayer?.size ?? 0) }
     /// Returns the bytes of `rows` of a weight `[rows, hidden]`, if they are dequantized before a product; 0 otherwise.
     private func weight(_ rows: Int) -> Int { machineMemory.dequantized * rows * architecture.hiddenSize * 4 }

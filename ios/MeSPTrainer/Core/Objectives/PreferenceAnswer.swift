@@ -1,11 +1,9 @@
 import MeSPBundle
 
-/// A sequence of a prompt and an answer, with a loss on the answer's tokens.
 struct PreferenceAnswer {
     let example: Example
     let isGood: Bool
     let source: Source
-    /// The possible sequence lengths, in tokens, ascending.
     let lengths: [Int]
 
     struct Source: Hashable, Comparable {
@@ -35,12 +33,9 @@ struct PreferenceAnswer {
 }
 
 extension TokenStream.Sequences {
-    /// Returns the number of pairs (or of single answers) in preference data.
     func answerCount(_ objective: Objective) -> Int { objective.takesPairs ? count / 2 : count }
 
     /// Returns the pair at `index`, the chosen answer first, or the single answer at `index`.
-    ///
-    /// - Parameter split: the index of the split.
     func answers(_ index: Int, split: Int32, _ objective: Objective) -> [PreferenceAnswer] {
         (objective.takesPairs ? [2 * index, 2 * index + 1] : [index]).map { index in
             let (label, number) = label(index)

@@ -1,6 +1,5 @@
 import Foundation
 
-/// The log-probability of an answer y.
 struct AnswerProbability {
     let answer: PreferenceAnswer
     /// log π(y), the sum of the log-probabilities of the answer's tokens, in nats.

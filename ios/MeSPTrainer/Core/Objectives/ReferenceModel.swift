@@ -4,13 +4,11 @@ import MeSPSentences
 /// The reference model π₀: the model at the beginning of the run.
 final class ReferenceModel {
     private let start: BlockArrays?
-    /// The values of log π₀ computed so far, in nats.
     private var known = [PreferenceAnswer.Source: Float]()
 
     /// - Parameter start: the initial parameters; nil if the run began without adapters.
     init(start: BlockArrays?) { self.start = start }
 
-    /// Returns log π₀ of an answer, and caches it.
     func logProbability(_ answer: PreferenceAnswer, _ model: BlockwiseModel) throws -> Double {
         if let known = known[answer.source] { return Double(known) }
         let loss = try model.loss(answer.example) { [start] block, _ in
@@ -23,7 +21,6 @@ final class ReferenceModel {
 
     // MARK: - The state of a resumed run
 
-    /// The arrays with the cached log-probabilities, by name; empty if none are cached.
     var vectors: [String: MLXArray] {
         guard !known.isEmpty else { return [:] }
         let known = known.sorted { $0.key < $1.key }

@@ -3,7 +3,6 @@ import MeSPBundle
 
 /// A prompt and the answers that were sampled for it: the input of a reward function.
 package struct AnswerGroup: Encodable, Sendable {
-    /// The token ids of the prompt.
     package let prompt: [Int]
     /// The answer in the data, without its end token.
     package let reference: [Int]
@@ -16,11 +15,8 @@ extension BlockwiseModel {
     ///
     /// - Parameters:
     ///   - prompts: sequences of the data, whose `Example.prompt` is the prompt
-    ///   - lengths: the possible sequence lengths, in tokens, ascending
     ///   - number: the number of the step, from 0, on which the seed of the sampling depends
-    ///   - cacheLimit: the maximum size of the caches of the answers that are generated together, in bytes
     /// - Returns: the groups, and a sequence for each answer, with a loss on the answer's tokens and on the end token, if the answer has one.
-    /// - Throws: `CancellationError` from a block boundary, and the errors of the generator.
     func sampleAnswers(
         to prompts: [Example], groupSize: Int, lengths: [Int], number: Int, cacheLimit: Int
     ) throws -> (groups: [AnswerGroup], examples: [[Example]]) {

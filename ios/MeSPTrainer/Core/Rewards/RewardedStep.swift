@@ -1,20 +1,12 @@
 import MeSPBundle
 import MeSPSentences
 
-/// A step on answers that are sampled from the current model and rewarded.
 struct RewardedStep {
     let trainer: Trainer
     /// The maximum size of the caches of the answers that are generated together, in bytes.
     let cacheLimit: Int
-    /// Returns the reward of each answer to each prompt.
     let reward: ([AnswerGroup]) throws -> [[Float]]
 
-    /// Samples and rewards answers, and performs one update from them.
-    ///
-    /// - Parameters:
-    ///   - prompts: sequences of the data; see `sampleAnswers`
-    ///   - size: the number of answers to each prompt
-    ///   - lengths: the possible sequence lengths, in tokens, ascending
     func step(_ prompts: [Example], size: Int, lengths: [Int], number: Int) throws -> StepResult {
         let (start, settings) = (ContinuousClock.now, trainer.model.settings)
         let (groups, answers) = try trainer.model.sampleAnswers(
@@ -57,7 +49,6 @@ struct RewardedStep {
 ///
 /// - Parameters:
 ///   - rewards: the rewards of a group's answers, at least two
-///   - tokens: the number of tokens in each answer
 ///   - longest: n_max of Dr. GRPO; nil for GRPO
 /// - Returns: ℒ, and ∂ℒ / ∂(−log π) of each answer's tokens.
 func groupLoss(rewards: [Float], tokens: [Int], longest: Int?) -> (loss: Double, weights: [Float]) {

@@ -1,16 +1,12 @@
 import MLX
 import MeSPBundle
 
-// Values that are derived from a run's settings.
-
 extension RunSettings {
-    /// The adapters' scale s: alpha / rank, or alpha / √rank with rsLoRA.
     package var scale: Float { Float(Double(alpha) / (rslora ? Double(rank).squareRoot() : Double(rank))) }
 
     /// The number of a step's sequences; with an objective, the number of its pairs or answers.
     var sequences: Int { batchSize * gradAccumulationSteps * (groupSize ?? 1) }
 
-    /// The processor that computes.
     var processor: Processor { (device ?? .standard).processor }
 
     /// Whether steps need formulas, because block functions have no inputs for dropout masks and DoRA's magnitudes.
@@ -25,18 +21,15 @@ extension RunSettings.LoRADtype {
 }
 
 extension GradientMethod {
-    /// Whether gradients come from a backward pass through the blocks.
     var hasBackwardPass: Bool { self != .mezo }
 
     /// Whether the backward pass reads intermediates, which a plan may keep.
     var readsIntermediates: Bool { self == .mesp }
 
-    /// Whether a sequence may consist of several packed records.
     package var takesPacked: Bool { self != .mebp }
 }
 
 extension Objective {
-    /// Whether the data must be pairs of answers.
     var takesPairs: Bool { self != .kto }
 
     var hasReference: Bool { self == .dpo || self == .ipo || self == .kto }

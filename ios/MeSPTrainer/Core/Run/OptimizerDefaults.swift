@@ -3,15 +3,12 @@ import MeSPBundle
 // The defaults of the optimizer and the learning rate. `exporter/mesp/settings/optimizer_defaults.py` must have the same rule.
 
 extension RunSettings {
-    /// The optimizer of the settings, or the method's default.
     package var effectiveOptimizer: OptimizerKind { optimizer ?? (method == .mezo ? .sgd : .adamw8bit) }
 
-    /// Returns the learning rate of the settings, or the default.
     package func effectiveLearningRate(for architecture: Architecture) -> Float {
         learningRate ?? defaultLearningRate(for: architecture)
     }
 
-    /// Returns the default learning rate for the model and these settings.
     package func defaultLearningRate(for architecture: Architecture) -> Float {
         let rate: Double
         switch (method, effectiveOptimizer) {
@@ -22,7 +19,6 @@ extension RunSettings {
         return Float(objective != nil ? rate / 10 : groupSize != nil ? rate / 3 : rate)
     }
 
-    /// Sets the optimizer and the learning rate of the MeSP paper.
     package mutating func usePaperUpdate() { (optimizer, learningRate) = (.sgd, Self.paperLearningRate) }
 
     private static let paperLearningRate: Float = 1e-4

@@ -3,7 +3,6 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// One training run from settings to adapters.
 package enum Run {
     /// The version of the trainer and of the Python package.
     package static let version = "0.1.0"
@@ -11,8 +10,6 @@ package enum Run {
     /// Trains with `settings`, and appends each record to the log. With `dryRun`, it only reports the plan.
     ///
     /// - Parameters:
-    ///   - settings: the settings of the run.
-    ///   - report: called with each record and its line of JSON.
     ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait in the middle of a step. If it
     ///     throws `CancellationError`, the step is dropped, or finished if its updates have begun. Then the adapters are saved, and the run ends as
     ///     `stopped`. If it throws `GPUWithdrawn`, the run ends as `stopped` at once, at its last saved state.
@@ -20,7 +17,6 @@ package enum Run {
     ///   - memoryIsShort: called before each step. Returns whether the system has warned of low memory since the last call. If so, the run continues
     ///     with a plan that takes less memory. If there is none, the run saves its state and ends with an error.
     ///   - reward: with `groupSize`, returns a reward for each answer that was sampled for a step's prompts.
-    ///   - battery: called at the run's beginning and end, for the log.
     ///   - atPhase: called when the run begins to train, to evaluate or to save.
     /// - Throws: for example `MeSPError`, or an error of one of the closures. Earlier saves stay valid.
     package static func run(
@@ -104,7 +100,6 @@ package struct GPUWithdrawn: Error {
     package init() {}
 }
 
-/// The functions that a run calls; see `Run.run`.
 struct RunHooks {
     var report: (LogRecord, Data) throws -> Void = { _, _ in }
     var atBlock: (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in }

@@ -11,7 +11,6 @@ package struct SavedState: Codable {
     private var format = Self.format
     var step = 0
     var evaluated: Int?
-    /// The held-out loss at the beginning of the run.
     var first: Float?
     /// The lowest held-out loss so far, and the number of evaluations after it.
     var best: Float?
@@ -57,13 +56,11 @@ package struct SavedState: Codable {
             "\(url(in: folder).path) is damaged; start the run again in another folder.", .damaged(url(in: folder)))
     }
 
-    /// Whether the values are in the ranges that a run can save.
     private var isValid: Bool {
         (0...RunSettings.maxSteps).contains(step) && (0...step).contains(evaluated ?? 0)
             && (0...step + 1).contains(evaluationsSinceBest) && (try? settings.check()) != nil
     }
 
-    /// Replaces the saved state in `folder` atomically.
     package func save(_ trainer: Trainer, in folder: URL) throws {
         let json = String(decoding: try JSONEncoder.snakeCase.encode(self), as: UTF8.self)
         let url = Self.url(in: folder)
@@ -144,8 +141,6 @@ extension SavedState {
 // MARK: - A trainer's vectors
 
 extension SavedState {
-    /// Returns a trainer's vectors for a saved state, by name: the parameters, the optimizer's state, and the reference model's cached
-    /// log-probabilities.
     package static func vectors(of trainer: Trainer) throws -> [String: MLXArray] {
         var vectors = [String: MLXArray]()
         let (model, optimizer) = (trainer.model, trainer.updates.optimizer)

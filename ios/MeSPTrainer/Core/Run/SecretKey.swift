@@ -17,12 +17,8 @@ package struct SecretKey {
 
     static func url(in folder: URL) -> URL { folder.appendingPathComponent("secret.key") }
 
-    /// - Parameter bytes: the key; by default random bytes from the system.
     package init(bytes: Data = Data((0..<length).map { _ in UInt8.random(in: .min ... .max) })) { self.bytes = bytes }
 
-    /// Reads or creates the key of the run in a folder.
-    ///
-    /// - Parameter resumes: whether to use an existing key in the folder.
     init(in folder: URL, resumes: Bool) throws {
         let url = Self.url(in: folder)
         if resumes, FileManager.default.fileExists(atPath: url.path) {

@@ -2,7 +2,6 @@ import MeSPBundle
 import MeSPSentences
 
 extension RunSettings {
-    /// Throws an error about a setting that is out of range or that cannot be combined with another setting.
     package func check() throws {
         try checkRanges()
         let product = "batch_size · grad_accumulation_steps" + (groupSize == nil ? "" : " · group_size")
@@ -80,8 +79,6 @@ extension Manifest {
         return (isPacked ? [] : seqLens.filter { $0 < settings.seqLen }.sorted()) + [settings.seqLen]
     }
 
-    /// Returns the files of the functions that a run calls: in the forward pass on a GPU, and for MeBP's gradients on a CPU. There are none for other
-    /// lengths and ranks than the bundle's, nor with dropout or DoRA, for which functions have no inputs.
     func functions(of settings: RunSettings) -> Set<String> {
         guard ranks.contains(settings.rank), !settings.needsFormulas,
             let files = settings.processor.functions(of: settings.method)
@@ -89,7 +86,6 @@ extension Manifest {
         return Set(lengths(settings).flatMap { length in blocks.compactMap { $0[keyPath: files]["\(length)"] } })
     }
 
-    /// Throws an error if the bundle does not support the settings, for example their sequence length, rank or projections.
     package func check(_ settings: RunSettings) throws {
         let rank = settings.rank
         let names = architecture.trainableNames
@@ -114,19 +110,16 @@ extension Manifest {
     }
 }
 
-/// Throws an error about the first setting for which `holds` is false.
 private func require<Value>(
     _ settings: KeyValuePairs<String, Value>, _ wanted: Sentence, _ holds: (Value) -> Bool
 ) throws {
     for (name, value) in settings { try require(holds(value), name, wanted) }
 }
 
-/// Throws an error about the setting `name` unless `condition` is true.
 package func require(_ condition: Bool, _ name: String, _ wanted: Sentence) throws {
     guard condition else { throw MeSPError("\(name) must be \(wanted).", .invalidOption(name)) }
 }
 
-/// Throws an error about an integer that is out of its range; nil is allowed.
 func requireRange<Number: BinaryInteger>(
     _ name: String, _ value: Number?, least: Int, most: Int? = nil
 ) throws {
@@ -135,7 +128,6 @@ func requireRange<Number: BinaryInteger>(
     if let most { try require(value <= most, name, "at most \(most)") }
 }
 
-/// Throws an error about a number that is out of its range; nil is allowed.
 func requireRange<Number: BinaryFloatingPoint>(
     _ name: String, _ value: Number?, least: Int? = nil, above: Int? = nil, below: Int? = nil
 ) throws {

@@ -2,8 +2,6 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-// Settings are read from JSON. Keys of settings that have defaults may be missing.
-
 extension RunSettings {
     /// Reads a settings file: snake-case JSON with `bundle` and `output`. A missing key has its default. A missing optimizer or learning rate is the
     /// MeSP paper's.
@@ -16,8 +14,6 @@ extension RunSettings {
             from: "The settings file \(url.path) is")
     }
 
-    /// Reads settings from a JSON object.
-    /// - Parameter source: the beginning of an error message, which names the source of the object
     package init(json given: [String: Any]?, from source: Sentence) throws {
         do {
             guard let given, given["bundle"] != nil, given["output"] != nil else {

@@ -90,7 +90,6 @@ struct Splits {
         }
     }
 
-    /// Returns the positions in the training order for step `step` (from 0), in batches.
     private func positions(step: Int) -> [[Int]] {
         let (size, count) = (settings.batchSize, settings.gradAccumulationSteps)
         let first = (settings.firstStep + step) * count
@@ -109,14 +108,12 @@ struct Splits {
 
     private func replayed(before position: Int) -> Int { Int(whole: Double(position) * (settings.replayShare ?? 0)) }
 
-    /// Returns the number of replayed sequences in a step (from 0); nil if no text is replayed.
     func replayed(step: Int) -> Int? {
         guard replay != nil else { return nil }
         let (size, step) = (settings.batchSize * settings.gradAccumulationSteps, settings.firstStep + step)
         return replayed(before: (step + 1) * size) - replayed(before: step * size)
     }
 
-    /// Returns the answers of step `step` (from 0) on preference data, in batches.
     func preferenceBatches(step: Int, _ objective: Objective) -> [[PreferenceAnswer]] {
         positions(step: step).map { batch in
             batch.flatMap { position in
@@ -130,7 +127,6 @@ struct Splits {
     /// The number of examples that DP-SGD samples from: sequences, or pairs with an objective.
     var exampleCount: Int { settings.objective.map(train.answerCount) ?? train.count }
 
-    /// Returns the first pairs or single answers of a split, at most `valBatches`, in batches.
     func preferenceBatches(of sequences: TokenStream.Sequences, split: Int32, _ objective: Objective)
         -> [[PreferenceAnswer]]
     {

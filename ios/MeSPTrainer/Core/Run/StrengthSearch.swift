@@ -5,11 +5,8 @@ import Foundation
 /// if none is within the limit, or if the search finds no lower held-out loss than `before`.
 ///
 /// - Parameters:
-///   - step: the step of the record.
 ///   - limit: the maximum rise of the general text's perplexity, in percent.
-///   - before: the held-out loss at the beginning of the run.
 ///   - general: returns the loss on the general text with the adapters at a strength, in nats per token; at strength 0 this is the base model's loss.
-///   - heldOut: returns the held-out loss with the adapters at a strength, in nats per token.
 func chosenStrength(
     step: Int, limit: Double, before: Float, general: (_ strength: Float) throws -> Float,
     heldOut: (_ strength: Float) throws -> Float

@@ -3,7 +3,6 @@ import MLX
 import MeSPBundle
 import MeSPSentences
 
-/// The training loop of a run: steps, evaluations, saves and log records.
 final class TrainingLoop {
     private let settings: RunSettings
     private let bundle: ModelBundle
@@ -12,7 +11,6 @@ final class TrainingLoop {
     private let planner: Planner
     private let trainer: Trainer
     private var state: SavedState
-    /// The step of the saved state; 0 if there is none.
     private var savedStep: Int
     private let log: LogWriter
     private let secret: SecretKey?
@@ -21,11 +19,9 @@ final class TrainingLoop {
     private let sampler = FootprintSampler()
     private let progress: Progress
     private var hasTrained = false
-    /// A message about the last step if it exceeded the memory limit; otherwise nil.
     private var overBudget: Sentence?
     private var saveAt: ContinuousClock.Instant
 
-    /// The maximum number of sequences of the general text in an evaluation.
     private static let generalPieces = 16
     /// With `saveEvery`, a run also saves when the first time has passed since its beginning, or the second time since its last save. This limits the
     /// work that a crash can cost.
@@ -37,20 +33,13 @@ final class TrainingLoop {
         let plan: Plan
     }
 
-    /// What all loops of a run have in common.
     final class Progress {
         fileprivate let begin = ContinuousClock.now
-        /// The highest footprint so far, in bytes.
         fileprivate var peak = 0
         /// The state from which the run continues if none is saved: that of the first evaluation, without vectors.
         fileprivate var start: SavedState?
     }
 
-    /// - Parameters:
-    ///   - sources: the digests of the bundle and the data.
-    ///   - plan: the plan to train with.
-    ///   - saved: the state to continue from; nil at the beginning.
-    ///   - cut: the end of the loop before; nil for the first loop.
     init(
         _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ sources: SavedState.Sources,
         _ planner: Planner, _ plan: Plan, from saved: SavedState.Loaded?, _ progress: Progress, after cut: CutShort?,
@@ -91,9 +80,6 @@ final class TrainingLoop {
         }
     }
 
-    /// Trains to the end, or until `CancellationError` from a block boundary.
-    ///
-    /// - Throws: `CutShort`, or the error that ends the run.
     func run() throws {
         _ = sampler.takePeak()
         defer { sampler.stop() }
@@ -195,7 +181,6 @@ final class TrainingLoop {
         }
     }
 
-    /// Takes a step, and returns its record without the peak footprint.
     private func recordedStep() throws -> LogRecord.Step {
         let (start, before, written) = (ContinuousClock.now, trainer.clock.time, trainer.writtenBytes)
         Memory.peakMemory = 0
@@ -367,7 +352,6 @@ final class TrainingLoop {
 }
 
 extension Planner {
-    /// - Throws: `MeSPError` if no plan takes less memory.
     func cheaper(than plan: Plan, because reason: Sentence) throws -> Plan {
         if let plan = cheaper(than: plan) { return plan }
         throw MeSPError(

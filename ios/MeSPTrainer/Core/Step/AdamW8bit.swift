@@ -29,7 +29,6 @@ struct DynamicQuantization {
         }
         let fractions = numbers.sorted().map(Float.init)
         let middles = zip(fractions, fractions.dropFirst()).map { ($0 + $1) / 2 }
-        /// Returns the number of midpoints below `number`, by bisection.
         func code(_ number: Float) -> UInt8 {
             var (low, high) = (0, middles.count)
             while low < high {
@@ -49,7 +48,6 @@ struct DynamicQuantization {
     /// Returns the shape of a quantized vector `[count]`. Bytes of 0 represent a vector of zeros.
     static func shape(_ count: Int) -> [Int] { [(count + rowCount - 1) / rowCount, scaleBytes + rowCount] }
 
-    /// Quantizes a vector x, float32 `[P]`.
     func quantized(_ x: MLXArray) -> MLXArray {
         let missing = Self.shape(x.size)[0] * Self.rowCount - x.size
         let padded = missing > 0 ? concatenated([x, MLXArray.zeros([missing])]) : x
@@ -62,7 +60,6 @@ struct DynamicQuantization {
         return concatenated([scale.view(dtype: .uint8), codes], axis: 1)
     }
 
-    /// Returns the vector that the codes stand for, as float32 `[count]`.
     func dequantized(_ rows: MLXArray, count: Int) -> MLXArray {
         let scale = rows[0..., ..<Self.scaleBytes].view(dtype: .float32)
         return (take(fractions, rows[0..., Self.scaleBytes...]) * scale).reshaped([-1])[..<count]

@@ -26,10 +26,8 @@ package final class BlockwiseModel {
     var isWarm: Bool
     /// The kinds of blocks whose kernels for MeBP's gradients a GPU has compiled.
     var differentiated = Set<Int>()
-    /// The imported block functions, by the files and the sequence length.
     private var functions = [KeyPath<Manifest.Blocks, [String: String]>: [Int: [BlockFunction?]]]()
 
-    /// - Parameter settings: the run's settings, which `Manifest.check` has accepted.
     init(
         _ bundle: ModelBundle, _ settings: RunSettings, plan: Plan, lora: BlockArrays, squaredNorms: BlockArrays?,
         clock: StepClock
@@ -65,7 +63,6 @@ package final class BlockwiseModel {
         return imported[block]
     }
 
-    /// Returns the plan's machine for x `[1, T, hidden]`.
     func machine(_ x: MLXArray) -> Machine {
         Machine(
             bundle.architecture, group: bundle.manifest.featureGroup, length: x.dim(1), bytes: tileBytes,
@@ -74,7 +71,6 @@ package final class BlockwiseModel {
 
     package var blocks: Range<Int> { 0..<bundle.architecture.numHiddenLayers }
 
-    /// Returns a block's parameters `[P]` in float32.
     package func parameters(_ block: Int) throws -> MLXArray {
         guard layouts[block].count > 0 else { return MLXArray.zeros([0]) }
         let stored = try lora.read(block)
@@ -87,12 +83,6 @@ package final class BlockwiseModel {
         return layouts[block].base(sqrt(squares))
     }
 
-    /// Returns DoRA's formulas for a block; nil without DoRA, and for a block without parameters.
-    ///
-    /// - Parameters:
-    ///   - weights: the block's weights, mapped
-    ///   - lora: `[P]`
-    ///   - norms: n, if it is known already
     private func dora(
         _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, norms: MLXArray? = nil
     ) throws -> DoRA? {
@@ -104,7 +94,6 @@ package final class BlockwiseModel {
                 processor: bundle.processor))
     }
 
-    /// Returns the current parameters as adapters for generation.
     func adapters() throws -> LoadedAdapters {
         let lora = try blocks.map { block in
             try clock.confirmed {
@@ -122,7 +111,6 @@ package final class BlockwiseModel {
         return LoadedAdapters(rank: settings.rank, scale: scale, lora: lora, layouts: layouts.map(\.whole))
     }
 
-    /// Returns the embeddings `[1, T, hidden]` of a sequence's inputs.
     package func embed(_ example: Example) throws -> MLXArray {
         try clock.repeating {
             try bundle.withEmbedding { weights in
@@ -131,16 +119,13 @@ package final class BlockwiseModel {
         }
     }
 
-    /// The side inputs of all blocks for a sequence, kept from the forward to the backward pass.
     package final class SequenceContext {
         fileprivate let records: [Range<Int>]?
         fileprivate let embeddings: LayerEmbeddings?
         fileprivate let dropout: DropoutKey?
         /// The shared keys and values, by the block that computes them.
         fileprivate var sharedKeyValues = [Int: MixerState.KeyValues]()
-        /// The norms n of DoRA, by the block.
         fileprivate var norms = [Int: MLXArray]()
-        /// The gradients of shared keys and values, by the block that computes them.
         var gradients = [Int: MixerState.KeyValues]()
 
         fileprivate init(_ records: [Range<Int>]?, _ embeddings: LayerEmbeddings?, _ dropout: DropoutKey?) {
@@ -148,11 +133,6 @@ package final class BlockwiseModel {
         }
     }
 
-    /// Makes the context of a sequence.
-    ///
-    /// - Parameters:
-    ///   - x0: the embeddings of the sequence's inputs `[1, T, hidden]`.
-    ///   - dropout: the dropout key of the sequence; nil without dropout.
     package func makeContext(
         _ example: Example, x0: MLXArray, dropout: DropoutKey? = nil
     ) throws -> SequenceContext {
@@ -164,11 +144,6 @@ package final class BlockwiseModel {
             dropout)
     }
 
-    /// Makes a block's call for a sequence.
-    ///
-    /// - Parameters:
-    ///   - weights: the block's weights, mapped
-    ///   - lora: `[P]`
     func makeCall(
         _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext
     ) throws -> BlockCall {
@@ -206,8 +181,6 @@ package final class BlockwiseModel {
     /// Returns the block's output y `[1, T, hidden]`, evaluated and confirmed.
     ///
     /// - Parameters:
-    ///   - weights: the block's weights, mapped
-    ///   - x: `[1, T, hidden]`
     ///   - moved: returns the parameters to use, if the block has any
     ///   - keepsIntermediates: whether to return the intermediates too, evaluated; otherwise they are nil
     package func forward(
@@ -252,7 +225,6 @@ package final class BlockwiseModel {
         }
     }
 
-    /// Returns the block as formulas, instead of a block function, for x `[1, T, hidden]`.
     func block(_ call: BlockCall, _ x: MLXArray) -> Block { block(call, machine(x)) }
 
     func block(_ call: BlockCall, _ machine: Machine) -> Block {
@@ -268,7 +240,6 @@ package final class BlockwiseModel {
         if !keepsCache { Memory.clearCache() }
     }
 
-    /// Returns the sum of the losses at the positions `Example.counted`, in nats, from the last block's output.
     func loss(_ y: MLXArray, _ example: Example) throws -> Float {
         try head(y) { head in
             try head.loss(
@@ -303,18 +274,12 @@ package final class BlockwiseModel {
         }
     }
 
-    /// Returns the sum of the losses at the positions `Example.counted`, in nats. `moved` returns the parameters to use.
     func loss(_ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray = { $1 })
         throws -> Float
     {
         try loss(lastOutput(example, parameters: moved), example)
     }
 
-    /// Returns the last block's output `[1, T, hidden]` for a single sequence.
-    ///
-    /// - Parameters:
-    ///   - moved: returns the parameters to use, for blocks that have any
-    ///   - check: called with each block's output
     func lastOutput(
         _ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray,
         check: (_ block: Int, _ y: MLXArray) throws -> Void = { _, _ in }

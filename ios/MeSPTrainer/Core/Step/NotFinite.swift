@@ -3,14 +3,12 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPSentences
 
-/// A number in a training step that is NaN or infinite.
 package struct NotFinite: Error {
     /// The block and the tensor of the number, or another place, as the beginning of a sentence.
     package let what: Sentence
 }
 
 extension BlockwiseModel {
-    /// Returns the place of the first number that is not finite in a block's gradient.
     func notFinite(gradient: MLXArray, _ block: Int) throws -> NotFinite {
         let layout = layouts[block]
         let whole = layout.replacing(in: MLXArray.zeros([layout.count]), trained: gradient)
@@ -37,7 +35,6 @@ extension BlockwiseModel {
         }
     }
 
-    /// Returns the name of the first trained matrix that is not finite; nil if all are finite.
     func firstNotFinite() throws -> String? {
         for block in trained {
             if let name = try clock.repeating({ try firstNotFinite(lora.read(block), block) }) { return name }
@@ -45,7 +42,6 @@ extension BlockwiseModel {
         return nil
     }
 
-    /// Returns the name of the first matrix in a block's vector `[P]` that is not finite; nil if all are finite.
     private func firstNotFinite(_ vector: MLXArray, _ block: Int) throws -> String? {
         for module in layouts[block].modules {
             let matrices = layouts[block].matrices(module, in: vector)

@@ -7,12 +7,10 @@ struct Optimizer {
     private let settings: RunSettings
     /// SGD's velocity, or AdamW's first moment m, with an array for each block.
     var first: BlockArrays?
-    /// AdamW's second moment v.
     var second: BlockArrays?
     /// The quantization of `first` and `second`; nil if they are float32.
     private let maps: (first: DynamicQuantization, second: DynamicQuantization)?
 
-    /// - Parameter zeros: makes an array of zeros for each block. `shape` returns its shape for a number of trained parameters.
     init(
         _ settings: RunSettings,
         zeros: (_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays
@@ -26,7 +24,6 @@ struct Optimizer {
             ? (DynamicQuantization(signed: true), DynamicQuantization(signed: false)) : nil
     }
 
-    /// Returns the number, shape and dtype of the state arrays of a block with P trained parameters.
     static func state(_ settings: RunSettings) -> (count: Int, shape: (_ parameters: Int) -> [Int], dtype: DType) {
         switch settings.effectiveOptimizer {
         case .sgd: (settings.momentum > 0 ? 1 : 0, { [$0] }, .float32)
@@ -52,7 +49,6 @@ struct Optimizer {
     /// and v.
     /// - Parameters:
     ///   - w, g: parameters and gradient, float32 `[P]`
-    ///   - rate: η
     ///   - factors: f, float32 `[P]`; nil for 1
     func update(_ w: MLXArray, _ g: MLXArray, block: Int, rate: Float, factors: MLXArray?) throws -> Update {
         let s = settings

@@ -78,7 +78,6 @@ struct PreferenceBatch: StepLoss {
         into sink: GradientSink,
         _ result: inout StepResult
     ) throws {
-        // The rejected answer with its unweighted gradient, if the plan keeps its block inputs.
         var waiting = [SequenceInStep]()
         let rejectedLoss: Float
         if trainer.plan.keepsAnswer {

@@ -33,14 +33,12 @@ extension RunSettings {
 }
 
 extension ModelBundle {
-    /// Returns the norms of the rows of W of all modules with magnitudes, `[layout.magnitudes]`.
     fileprivate func magnitudes(_ block: Int, _ layout: LoRALayout) throws -> MLXArray {
         try withBlock(block) { $0.squaredNorms(layout).sqrt() }
     }
 }
 
 extension BlockwiseModel {
-    /// Replaces the parameters by the adapters in a folder, in mlx-lm's or PEFT's format.
     func startFrom(_ folder: URL) throws {
         try clock.repeating {
             try take(settings.loadAdapters(from: folder, of: bundle), of: folder)
@@ -79,7 +77,6 @@ extension BlockwiseModel {
         }
     }
 
-    /// Returns whether a block's adapters `[P]` leave a module unchanged.
     private func isBase(_ layout: LoRALayout, _ module: Module, _ vector: MLXArray, _ block: Int) throws -> Bool {
         let matrices = layout.matrices(module, in: vector)
         guard try matrices.b.abs().max().number(Float.self) == 0 else { return false }
@@ -90,7 +87,6 @@ extension BlockwiseModel {
         return try (m - lengths).abs().max().number(Float.self) <= lengths.max().number(Float.self) / 256
     }
 
-    /// Writes the trained adapters, at the model's strength, in formats for mlx-lm and PEFT.
     func saveAdapters(to folder: URL) throws {
         let modules = bundle.architecture.trainable.filter { module in
             layouts.contains { $0.modules.contains(module) }
@@ -105,7 +101,6 @@ extension BlockwiseModel {
         try copyTerms(to: [folder, folder.appendingPathComponent("peft")])
     }
 
-    /// Copies the model's license files and notices from the bundle into folders that lack them.
     private func copyTerms(to folders: [URL]) throws {
         for name in bundle.manifest.terms {
             guard let text = regularFile(bundle.url.appendingPathComponent(name)) else { continue }

@@ -7,8 +7,6 @@ struct SequenceInStep {
     /// In the forward pass, the current block's input. Between the passes, the last block's output. In the backward pass, the gradient of the current
     /// block's output.
     var residual: MLXArray
-    /// The inputs of the blocks, from the first trained block on.
     var inputs: BlockArrays
-    /// The intermediates of the last blocks, as far as the plan keeps them.
     var kept = [Int: Intermediates]()
 }

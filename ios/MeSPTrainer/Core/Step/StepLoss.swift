@@ -3,12 +3,8 @@ import MeSPBundle
 
 /// A loss that a step differentiates. The step's loss is the sum of one or several losses.
 package protocol StepLoss {
-    /// Passes the loss's gradient to a sink, in one or several backward passes, and adds the loss to a result.
     func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ result: inout StepResult) throws
 
-    /// Adds the loss to a result, with forward passes only.
-    ///
-    /// - Parameter parameters: returns the parameters to use, for blocks that have any.
     func score(
         _ trainer: Trainer, _ result: inout StepResult,
         parameters: (_ block: Int, _ lora: MLXArray) throws -> MLXArray
@@ -23,7 +19,6 @@ package struct SequenceLoss: StepLoss {
 
     init(_ weighted: [Trainer.WeightedExample]) { self.weighted = weighted }
 
-    /// Makes the mean loss over all targets of some sequences.
     package init(_ examples: [Example]) {
         let weight = 1 / Float(examples.reduce(0) { $0 + $1.counted.count })
         weighted = examples.map { (example: $0, weight: weight) }
@@ -59,15 +54,12 @@ package func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int
     }
 }
 
-/// The loss and the other measures of a step, or of an evaluation.
 package struct StepResult {
     /// The sum of the losses, each times its share of the step's loss.
     var sum = 0.0
     /// The loss of the step. A supervised loss is in nats per token.
     package var loss: Float { Float(sum) }
-    /// The sum of the sequences' `Example.counted.count`.
     private(set) var tokens = 0
-    /// The sum of the sequences' `Example.inputCount`.
     private(set) var inputTokens = 0
     /// The norm of the gradient over all blocks before clipping, or with DP-SGD the mean of the examples' norms; nil if the gradient is not clipped.
     var gradientNorm: Float?
@@ -84,12 +76,9 @@ package struct StepResult {
     /// model.
     var kl: Float? { k.map { Float($0) } ?? ratios.value }
 
-    // Measures of sampled answers.
-
     var reward: Float?
     /// The number of tokens in the answers, including their end tokens.
     var sampledTokens: Int?
-    /// The time that sampling took, in seconds.
     var samplingSeconds: Double?
 
     private struct Mean {
@@ -101,17 +90,11 @@ package struct StepResult {
     private var (chosen, rejected, ratios, right) = (Mean(), Mean(), Mean(), Mean())
     private var k: Double?
 
-    /// Adds some sequences and their loss.
     mutating func add(_ loss: Float, of weighted: [Trainer.WeightedExample]) {
         sum = Double(self.loss + loss)
         for each in weighted { count(each.example) }
     }
 
-    /// Adds a pair or a single answer.
-    ///
-    /// - Parameters:
-    ///   - kl: KTO's k
-    ///   - share: the factor of this loss in the step's loss
     mutating func add(_ preference: PreferenceLoss, of answers: [AnswerProbability], kl: Double? = nil, share: Double) {
         sum += share * preference.loss
         for (scored, reward) in zip(answers, preference.rewards) {

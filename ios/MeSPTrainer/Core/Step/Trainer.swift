@@ -22,7 +22,6 @@ package final class Trainer {
     package let updates: Updates
     let reference: ReferenceModel
     let plan: Plan
-    /// The file of the block inputs, if they are offloaded.
     private let inputsFile: ArrayFile?
 
     /// The dropout key of a step, and the number of its sequences so far; nil without dropout.
@@ -33,7 +32,6 @@ package final class Trainer {
 
     /// Performs one update from the sum of some losses.
     ///
-    /// - Parameter number: the number of the step, from 0.
     /// - Throws: for example `NotFinite`. Some blocks may already have been updated.
     package func step(_ losses: [some StepLoss], number: Int) throws -> StepResult {
         beginStep(number)
@@ -45,7 +43,6 @@ package final class Trainer {
         return result
     }
 
-    /// Resets the dropout key and the count of sequences for a step.
     func beginStep(_ number: Int) {
         let settings = model.settings
         dropout =
@@ -61,7 +58,6 @@ package final class Trainer {
     /// Performs one forward and backward pass of some sequences, which go through each block together.
     ///
     /// - Parameter sink: called with the gradient of each trained block, summed over the sequences; it may change that block's parameters.
-    /// - Returns: the weighted sum of the losses.
     /// - Throws: `NotFinite` if a loss is not finite; the sink has not been called then.
     package func backpropagate(_ weighted: [WeightedExample], into sink: GradientSink) throws -> Float {
         var sequences = try forward(weighted.map(\.example))
@@ -103,9 +99,6 @@ package final class Trainer {
         return sequences
     }
 
-    /// Returns the sum of a sequence's losses, and `weight` times its gradient with respect to the last block's output.
-    ///
-    /// - Throws: `NotFinite` if the loss is not finite.
     func head(_ y: MLXArray, _ example: Example, weight: Float) throws -> (loss: Float, dy: MLXArray) {
         let (loss, dy) = try model.lossAndGradient(y, example, scale: weight)
         guard loss.isFinite else { throw try model.notFinite([example]) }
@@ -141,7 +134,6 @@ package final class Trainer {
     /// block is trained.
     ///
     /// If a GPU fails, the gradient is computed again. Therefore the block's input and dy are kept until the gradient is confirmed.
-    /// - Parameter sum: the sum of the gradients of the sequences before; nil for the first sequence.
     private func differentiate(
         _ block: Int, _ weights: BlockWeights, _ sequence: inout SequenceInStep, addedTo sum: MLXArray?
     ) throws -> MLXArray {
@@ -175,9 +167,6 @@ package final class Trainer {
         return gradient
     }
 
-    /// - Parameters:
-    ///   - settings: the run's settings, which `Manifest.check` has accepted.
-    ///   - folder: the folder for the files of offloaded arrays, if the plan has any.
     package init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
         let arrays = try TrainingArrays(bundle, settings, plan, in: folder)
         (self.plan, inputsFile) = (plan, arrays.inputsFile)
@@ -187,6 +176,5 @@ package final class Trainer {
         reference = ReferenceModel(start: arrays.start)
     }
 
-    /// The bytes written so far to the offloaded arrays that steps change.
     var writtenBytes: Int { (inputsFile?.written ?? 0) + updates.writtenBytes }
 }

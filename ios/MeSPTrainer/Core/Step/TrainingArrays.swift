@@ -5,29 +5,20 @@ import MeSPBundle
 
 /// The arrays of a run that last from step to step or from pass to pass, in memory or in files.
 struct TrainingArrays {
-    /// The file of the block inputs, if they are offloaded.
     let inputsFile: ArrayFile?
     let optimizer: Optimizer
     /// The sums of gradients; nil if gradients are not summed before an update (`Plan.gathersGradients`).
     let sums: BlockArrays?
-    /// The sums of clipped gradients with DP-SGD; nil without DP-SGD.
     let clippedSums: BlockArrays?
-    /// The parameters, with initial values from the settings' seed.
     let lora: BlockArrays
-    /// The squared norms of the rows of W, for each trained block; nil without DoRA.
     let squaredNorms: BlockArrays?
-    /// The initial parameters, if `RunSettings.keepsStart` is true.
     let start: BlockArrays?
 
-    /// - Parameter folder: the folder for the files, if the plan has any.
     init(_ bundle: ModelBundle, _ settings: RunSettings, _ plan: Plan, in folder: URL) throws {
         let (architecture, layouts) = (bundle.architecture, settings.layouts(of: bundle.architecture))
         func file(_ shape: [Int], _ dtype: DType) throws -> ArrayFile {
             try ArrayFile(in: folder, shape: shape, dtype: dtype, keepsMaps: bundle.processor.keepsMaps(plan))
         }
-        /// Makes an array for each trained block.
-        ///
-        /// - Parameter shape: returns the shape for a block with this number of parameters.
         func arrays(
             _ dtype: DType = .float32, shape: (_ parameters: Int) -> [Int] = { [$0] },
             make: (_ block: Int, LoRALayout) throws -> MLXArray

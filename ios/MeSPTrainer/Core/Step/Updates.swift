@@ -5,7 +5,6 @@ import MeSPBundle
 /// last to the first.
 package typealias GradientSink = (_ block: Int, _ gradient: MLXArray) throws -> Void
 
-/// The updates of the trained parameters from their gradients, with the optimizer's state.
 package final class Updates {
     let model: BlockwiseModel
     private var settings: RunSettings { model.settings }
@@ -43,7 +42,6 @@ package final class Updates {
         return { [self] block, gradient in try add(to: \.sums, block) { gradient } }
     }
 
-    /// Adds a block's array to a sum.
     func add(
         to sums: ReferenceWritableKeyPath<Updates, BlockArrays?>, _ block: Int, _ array: () throws -> MLXArray
     ) throws {
@@ -61,8 +59,6 @@ package final class Updates {
 
     /// Updates one block from the gradient of its trained parameters. On a GPU nothing changes before all results are evaluated without errors
     /// (`MLXErrors`).
-    ///
-    /// - Parameter gradient: computes the gradient.
     func update(_ block: Int, _ number: Int, _ key: MLXArray, _ gradient: () throws -> MLXArray) throws {
         // The number at the end confirms the results.
         let update = try model.clock.repeating(confirms: false) {

@@ -21,11 +21,6 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
 
     /// Creates a choice.
     ///
-    /// - Parameters:
-    ///   - prompt: the conversation before the answers. Its last message is not an answer.
-    ///   - chosen: the text of the preferred answer.
-    ///   - rejected: the text of the other answer.
-    ///   - date: the time of the choice.
     /// - Throws: ``FineTuningError`` if an answer is empty or only white space, both answers are equal, or `prompt` does not end with a message to
     ///   answer.
     public init(prompt: [Conversation.Message], chosen: String, rejected: String, date: Date = .now) throws {

@@ -16,14 +16,9 @@ public struct Conversation: Codable, Sendable, Hashable {
     var areTexts = false
     /// Whether the chat template takes the arguments of tool calls as JSON text.
     var argumentsAreText = false
-    /// The variables for the chat template.
     package var options = [String: JSONValue]()
 
     /// Creates a conversation.
-    ///
-    /// - Parameters:
-    ///   - messages: the messages, the oldest first.
-    ///   - tools: the definitions of tools. Each is the text of a JSON object.
     public init(_ messages: [Message], tools: [String] = []) { (self.messages, self.tools) = (messages, tools) }
 
     /// Decodes a record with `messages`, or with `prompt` and `completion`.
@@ -71,13 +66,11 @@ public struct Conversation: Codable, Sendable, Hashable {
         return fields
     }
 
-    /// The prompt and the answer of a record of two texts; nil for messages.
     var texts: (prompt: String, answer: String)? {
         guard areTexts, prompt == 1, messages.count == 2, messages[1].toolCalls.isEmpty else { return nil }
         return (messages[0].content, messages[1].content)
     }
 
-    /// The indices of the answers to train.
     var trained: [Int] {
         messages.indices.filter { $0 >= prompt && messages[$0].isAnswer && messages[$0].isTrained }
     }
@@ -100,12 +93,6 @@ extension Conversation {
         public var toolCallID: String?
 
         /// Creates a message.
-        ///
-        /// - Parameters:
-        ///   - role: the author's role.
-        ///   - content: the text of the message.
-        ///   - toolCalls: the tool calls of an answer.
-        ///   - isTrained: whether to train an answer.
         public init(role: String, content: String, toolCalls: [ToolCall] = [], isTrained: Bool = true) {
             (self.role, self.content, self.toolCalls, self.isTrained) = (role, content, toolCalls, isTrained)
         }
@@ -153,11 +140,6 @@ extension Conversation {
         public var id: String?
 
         /// Creates a call.
-        ///
-        /// - Parameters:
-        ///   - name: the name of the tool.
-        ///   - arguments: the arguments, as the text of a JSON object.
-        ///   - id: the identifier of the call.
         public init(name: String, arguments: String = "{}", id: String? = nil) {
             (self.name, self.arguments, self.id) = (name, arguments, id)
         }

@@ -1,9 +1,7 @@
 import MeSPBundle
 import MeSPSentences
 
-/// Notices about training data, for example about records that are not trained.
 package struct DataNotices: Sendable, Equatable {
-    /// The sequence length, in tokens.
     let length: Int
     /// The number of records that are excluded from training by a key.
     var leftOut = 0
@@ -15,7 +13,6 @@ package struct DataNotices: Sendable, Equatable {
     package var invalid = [InvalidRecord]()
     /// The columns and keys that nothing reads and that are never content.
     var noted = Set<String>()
-    /// Whether an end-of-text token was added after answers.
     var addsEnd = false
     var dropsThoughts = false
     /// Whether texts had special tokens. They were encoded as plain text.
@@ -23,7 +20,6 @@ package struct DataNotices: Sendable, Equatable {
 
     init(length: Int) { self.length = length }
 
-    /// The notices, one sentence each.
     package var sentences: [Sentence] {
         var sentences = [Sentence]()
         if addsEnd {

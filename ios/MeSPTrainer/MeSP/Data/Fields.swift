@@ -4,14 +4,12 @@ import MeSPSentences
 
 /// The columns of a record. A kind of record takes what it reads, and what is left is refused by name.
 package struct Fields: Sendable {
-    /// The columns that were not taken yet.
     private(set) var values: [String: JSONValue]
     /// The keys of messages, of their parts and of tool calls that nothing reads.
     private var unread = Set<String>()
 
     package init(_ values: [String: JSONValue]) { self.values = values }
 
-    /// Returns whether each of the columns has a value.
     func has(_ keys: [String]) -> Bool { keys.allSatisfy { values[$0].map { $0 != .null } ?? false } }
 
     /// Returns and removes the value of a column; nil if the column is absent or null.
@@ -19,15 +17,11 @@ package struct Fields: Sendable {
         values.removeValue(forKey: key).flatMap { $0 == .null ? nil : $0 }
     }
 
-    /// Returns and removes the text of a column.
-    ///
-    /// - Throws: `MeSPError` if the value is not a text.
     package mutating func takeText(_ key: String) throws -> String {
         guard let text = take(key)?.string else { throw MeSPError("\"\(key)\" is not a text; make it one.") }
         return text
     }
 
-    /// Notes the keys of an object within the record that have a value and are not `known`.
     mutating func leave(_ fields: [String: JSONValue], but known: Set<String>) {
         unread.formUnion(fields.filter { !known.contains($0.key) && !$0.value.isEmpty }.keys)
     }
@@ -44,14 +38,12 @@ package struct Fields: Sendable {
     }
 }
 
-/// The names of columns and keys that nothing reads.
 package struct LeftFields: Sendable {
     /// Names of what may be content, with which a record is refused.
     package var unread = Set<String>()
     /// Names of what is never content.
     package var noted = Set<String>()
 
-    /// - Throws: `MeSPError` if anything may be content.
     package func check() throws { if !unread.isEmpty { throw Self.refusal(of: unread) } }
 
     static func refusal(of names: Set<String>) -> MeSPError {
@@ -63,14 +55,12 @@ package struct LeftFields: Sendable {
     }
 }
 
-/// The place of a record, for messages.
 package struct RecordPlace: Sendable {
     package enum Kind: Sendable { case line, record, choice, conversation }
 
     /// The number of the record, from 1.
     package let number: Int
     let kind: Kind
-    /// The file's name; nil if the message need not name a file.
     let file: String?
 
     package var sentence: Sentence {
@@ -85,14 +75,12 @@ package struct RecordPlace: Sendable {
     }
 }
 
-/// The records that were refused.
 package struct RefusedRecords {
     /// Whether refused records are left out, so that the others can be trained.
     private let areLeftOut: Bool
     package private(set) var invalid = [(place: RecordPlace, reason: Sentence)]()
     /// The first record with unread fields, their number, and the unread fields of all records.
     private var unread: (place: RecordPlace, ofFirst: Int, ofAll: Set<String>)?
-    /// The names of columns and keys that nothing reads and that are never content.
     package private(set) var noted = Set<String>()
 
     package init(areLeftOut: Bool = false) { self.areLeftOut = areLeftOut }

@@ -19,9 +19,6 @@ typealias TemplateEnds = (stops: [Int], followed: [Int])
 /// Usually an answer starts where the marked rendering first differs from the prompt for that answer. It ends where the marked rendering first
 /// differs from the rendering of all messages up to and including that answer. Both places are moved to token boundaries.
 extension RecordEncoder {
-    /// Returns the tokens of a conversation, with the answers in the loss.
-    ///
-    /// - Throws: `MeSPError` if the answers cannot be located, or cannot be trained.
     mutating func mask(_ rendering: Rendering) throws -> Encoded {
         let (conversation, whole, shape) = (rendering.conversation, rendering.whole, rendering.shape)
         let trained = conversation.trained
@@ -305,7 +302,6 @@ extension RecordEncoder {
         return Array(bytes[from..<max(from, to)]).places(of: Array(opening.utf8)).isEmpty
     }
 
-    /// Returns the rendering of a question alone, with the conversation's tools.
     private mutating func probe(_ shape: Rendering.Shape, asks: Bool = false) throws -> DecodedText {
         var probe = shape.conversation
         probe.messages = [.user("MeSP")]
@@ -317,7 +313,6 @@ extension RecordEncoder {
         let turns = ["user", "assistant", "user"].enumerated().map {
             Conversation.Message(role: $1, content: MarkedConversation.mark($0))
         }
-        /// Returns the token ids of the template's text after a message.
         func tail(_ count: Int, _ number: Int) throws -> [Int] {
             let rendering = try marked(Conversation(Array(turns.prefix(count))))
             guard let at = rendering.marks.firstIndex(where: { $0.number == number }) else { return [] }
@@ -363,8 +358,6 @@ extension TextTokenizer {
 
     /// Returns the token ids of a conversation and of the opening of an answer, by the model's chat template. A single message may be encoded as plain
     /// text, if the model or its data has no template.
-    ///
-    /// - Throws: `MeSPError`, for example if the template changes a message.
     package func encode(prompt conversation: Conversation) throws -> [Int] {
         var encoder = RecordEncoder(tokenizer: self)
         if joinsTexts, conversation.messages.map(\.role) == ["user"], conversation.tools.isEmpty {

@@ -11,7 +11,6 @@ struct MarkedConversation {
     }
 
     private(set) var conversation = Conversation([])
-    /// The texts, by the numbers of their marks.
     private(set) var texts = [Text]()
 
     init(_ original: Conversation) throws {
@@ -25,7 +24,6 @@ struct MarkedConversation {
         self.texts = texts
     }
 
-    /// Returns the index of the message whose text has the mark; nil if there is no such mark.
     func message(of number: Int) -> Int? { texts.indices.contains(number) ? texts[number].message : nil }
 
     static func mark(_ number: Int) -> String {
@@ -33,7 +31,6 @@ struct MarkedConversation {
         return "Mk\(String(repeating: "0", count: max(0, 4 - digits.count)))\(digits)yQ"
     }
 
-    /// Returns the marks in a text, with the number and the byte range of each.
     static func marks(in bytes: [UInt8]) -> [(number: Int, range: Range<Int>)] {
         bytes.places(of: Array("Mk".utf8)).compactMap { start in
             let digits = bytes[(start + 2)...].prefix { (0x30...0x39).contains($0) }
@@ -163,8 +160,6 @@ extension Conversation {
 }
 
 extension JSONValue {
-    /// The nulls, numbers, Booleans and blank strings in the value, which no mark replaces. Each comes with a copy of the whole value in which only this
-    /// part is changed.
     fileprivate var changes: [(value: JSONValue, changed: JSONValue)] {
         switch self {
         case .object(let fields):

@@ -59,7 +59,6 @@ extension Fields {
         return message
     }
 
-    /// Returns the string of a field; nil if the field is missing.
     private static func text(_ key: String, of fields: [String: JSONValue]) throws -> String? {
         guard let value = fields[key] else { return nil }
         guard let text = value.string else { throw MeSPError("\"\(key)\" is not a text; make it one.") }

@@ -1,9 +1,7 @@
 /// Renders and masks records with a tokenizer. It keeps what the tokenizer and its chat template wrote, because records often share it.
 struct RecordEncoder {
     let tokenizer: any TextTokenizer
-    /// Whether only answers are in the loss.
     let answersOnly: Bool
-    /// Notices about the records so far.
     var notices: DataNotices
     var plain: PlainEncoder
     var pieces = [Int: [UInt8]]()

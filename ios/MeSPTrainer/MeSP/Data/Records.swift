@@ -8,24 +8,17 @@ protocol Record: Sendable {
     associatedtype Rendered
     /// Sets of columns. A record that has values in all columns of a set is of this kind.
     static var forms: [[String]] { get }
-    /// Takes the record's columns.
-    ///
-    /// - Throws: `MeSPError` if a value cannot be used.
     static func read(_ fields: inout Fields) throws -> Self
     func render(_ encoder: inout RecordEncoder) throws -> Rendered
     /// Returns the tokens, and which of them are in the loss. The list is empty if the record asks not to be trained.
-    ///
-    /// - Throws: `MeSPError` if the record cannot be trained.
     func mask(_ encoder: inout RecordEncoder) throws -> [Encoded]
 }
 
-/// Token ids, and whether each is in the loss.
 struct Encoded: Equatable, Sendable {
     var tokens: [UInt32]
     var counted: [Bool]
 }
 
-/// A text, or a piece of a file's text.
 struct TextRecord: Record {
     static let forms = [["text"]]
 
@@ -153,14 +146,10 @@ struct PairRecord: Record {
     }
 }
 
-/// The records of a source, all of one kind.
 struct Records {
-    /// The source's name, for messages.
     private(set) var name: Sentence = "The data"
     private(set) var records = [(place: RecordPlace, record: any Record)]()
-    /// The number of records that are excluded from training by a key.
     private(set) var leftOut = 0
-    /// The names of columns and keys that nothing reads and that are never content.
     private(set) var noted = Set<String>()
     /// The records that are left out because they cannot be trained.
     private(set) var invalid = [InvalidRecord]()
@@ -230,7 +219,6 @@ extension Fields {
         return options
     }
 
-    /// Takes the columns of a record of any kind.
     fileprivate mutating func takeRecord(_ place: RecordPlace) throws -> any Record {
         if PairRecord.forms.contains(where: has), case .choice = place.kind { return try PairRecord.read(&self) }
         if let key = has(["chosen", "rejected"]) ? "chosen" : has(["prompt", "completion", "label"]) ? "label" : nil {

@@ -8,16 +8,12 @@ import MeSPSentences
 struct Rendering {
     /// What conversations share that differ only in their texts.
     struct Shape {
-        /// The conversation with marks, as the template takes it.
         var conversation: Conversation
         var marked: Marked
-        /// The located answers, by the index of their message.
         var answers = [Int: Answer]()
-        /// The error from locating the answers; nil if there is none.
         var fault: MeSPError?
         /// The error if the template leaves out something besides the marked texts; nil if it does not.
         var lost: MeSPError?
-        /// Whether the template writes the names of messages.
         var writesNames = true
     }
 
@@ -31,7 +27,6 @@ struct Rendering {
     let conversation: Conversation
     let marked: MarkedConversation
     let shape: Shape
-    /// The tokens of the conversation.
     let whole: DecodedText
 }
 
@@ -53,9 +48,6 @@ extension RecordEncoder {
         return Rendering(conversation: conversation, marked: marked, shape: shape, whole: decoded(ids))
     }
 
-    /// Returns the token ids of a conversation and of the opening of the answer.
-    ///
-    /// - Throws: `MeSPError`, for example if the template changes a message.
     mutating func prompt(_ conversation: Conversation) throws -> [Int] {
         var asked = conversation
         asked.prompt = asked.messages.count
@@ -209,7 +201,6 @@ extension Conversation.TextKind {
 // MARK: - What the template is given
 
 extension Conversation {
-    /// Returns the token ids of the conversation, by the tokenizer's chat template.
     package func applied(to tokenizer: any TextTokenizer, addsGenerationPrompt: Bool) throws -> [Int] {
         let trained = tokenizer as? TrainedTokenizer
         let options = try trained?.options(of: self) ?? options

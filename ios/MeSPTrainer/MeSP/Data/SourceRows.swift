@@ -3,7 +3,6 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The kinds of text files.
 package enum TextFileKind: Sendable {
     case text
     /// A JSON record on each line.
@@ -27,12 +26,10 @@ package enum TextFileKind: Sendable {
     }
 }
 
-/// The rows of a source: pieces of a text, or the columns of records.
 package enum SourceRows {
     /// The columns of a record, which are nil if the record is not a JSON object.
     package typealias Row = (place: RecordPlace, fields: Fields?)
 
-    /// Returns the pieces of a file's text.
     static func pieces(of text: String) -> [(place: RecordPlace, record: any Record)] {
         let pieces = TextRecord.pieces(text)
         return pieces.enumerated().map { index, piece in

@@ -12,7 +12,6 @@ package struct PlainEncoder {
     private var specials = [Int: [UInt8]]()
     /// A cache of the positions at which special tokens are cut, in bytes from the token's start.
     private var cuts = [[UInt8]: Int]()
-    /// Whether a text had special tokens.
     package private(set) var hasSplit = false
 
     package init(_ tokenizer: any TextTokenizer) { self.tokenizer = tokenizer }
@@ -34,9 +33,6 @@ package struct PlainEncoder {
         return whole[..<start] + ids + whole.dropFirst(start + bare.count)
     }
 
-    /// Returns the token ids of a conversation in the chat template.
-    ///
-    /// - Throws: `MeSPError`, for example if a special token in a text cannot be encoded as plain text; also the tokenizer's errors.
     package mutating func encode(_ conversation: Conversation, addsGenerationPrompt: Bool) throws -> [Int] {
         func ids(_ conversation: Conversation) throws -> [Int] {
             try conversation.applied(to: tokenizer, addsGenerationPrompt: addsGenerationPrompt)
@@ -69,12 +65,10 @@ package struct PlainEncoder {
         return split
     }
 
-    /// Returns the text of a special token in `text`; nil if there is none.
     mutating func special(in text: String) -> String? { specials(in: Array(text.utf8)).first.map(Self.string) }
 
     // MARK: - Special tokens
 
-    /// Returns the texts of the special tokens among `ids`.
     private mutating func specialTexts(of ids: [Int]) -> [[UInt8]] {
         ids.map { id in
             if let known = specials[id] { return known }
@@ -127,7 +121,6 @@ package struct PlainEncoder {
         return pieces
     }
 
-    /// Returns the position of a special token's cut, in bytes from its start.
     private mutating func cut(of token: [UInt8]) throws -> Int {
         if let known = cuts[token] { return known }
         var best: (cut: Int, count: Int)?

@@ -20,23 +20,18 @@ package struct TextData: Sendable {
     }
 
     package static var resources: Bundle { .module }
-    /// The name of the folder of tokens, within a run's folder.
     package static let folderName = "data"
-    /// The name of the folder of the general text's tokens.
     package static let generalName = "general"
     /// An English text, on which a run measures forgetting; nil if the resource is missing.
     package static var generalText: Source? {
         resources.url(forResource: "general", withExtension: "txt").map { .file($0) }
     }
-    /// The sequence length for the general text, in tokens.
     package static let generalLength = 64
     /// The divisor for held-out data: 1/`heldOut` of the data is held out.
     static let heldOut = 10
 
     let tokenizer: any TextTokenizer
-    /// The sequence length, in tokens.
     let length: Int
-    /// Whether only answers are in the loss.
     let answersOnly: Bool
     /// Whether records that cannot be trained are left out.
     let leavesOutInvalid: Bool
@@ -51,8 +46,6 @@ package struct TextData: Sendable {
     /// Tokenizes `source`. Writes `data.json` and the token files to `folder`.
     ///
     /// - Parameters:
-    ///   - source: the text.
-    ///   - folder: the folder to create or replace.
     ///   - progress: receives the completed fraction, from 0 to 1. It may throw an error to stop.
     /// - Returns: notices about data that was left out, added or cut.
     /// - Throws: `MeSPError`, for example if the text cannot be read, is too short, or has unsuitable records; also the errors of `progress`.
@@ -75,16 +68,13 @@ package struct TextData: Sendable {
         return (try data.first(), data.notices)
     }
 
-    /// The encoded records of a source, and their splits.
     private struct Encoding {
         private let records: Records
         private let data: TextData
         private var encoder: RecordEncoder
         /// The examples. The answers of a pair are together.
         private var parts = [[Encoded]]()
-        /// The tokens of texts.
         private var tokens = [UInt32]()
-        /// Whether all records are encoded.
         private var isWhole = false
 
         init(_ source: Source, _ data: TextData) throws {
@@ -100,7 +90,6 @@ package struct TextData: Sendable {
         var isText: Bool { records.records.first?.record is TextRecord }
         var notices: DataNotices { encoder.notices }
 
-        /// Encodes records until there are `limit` examples or, of texts, tokens.
         mutating func encode(upTo limit: Int, progress: (Double) throws -> Void) throws {
             defer { encoder.notices.hasSplit = encoder.plain.hasSplit }
             var refusals = RefusedRecords(areLeftOut: data.leavesOutInvalid)

@@ -17,7 +17,6 @@ extension TextTokenizer {
     var joinsTexts: Bool { !hasChatTemplate || (self as? TrainedTokenizer)?.joinsTexts == true }
 }
 
-/// A tokenizer that encodes always as for the bundle's data.
 struct TrainedTokenizer: TextTokenizer {
     let tokenizer: any TextTokenizer
     var options = [String: JSONValue]()

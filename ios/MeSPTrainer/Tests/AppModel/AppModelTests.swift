@@ -262,7 +262,6 @@ import Testing
         #expect(model.form.file?.lastPathComponent == "notes.txt")
         #expect(!FileManager.default.fileExists(atPath: dropped.path))
 
-        // A file outside the Inbox is copied, not moved.
         let other = documents.appendingPathComponent("elsewhere.jsonl")
         let record = #"{"prompt": "Who?", "completion": "You."}"# + "\n"
         try Data(String(repeating: record, count: 8).utf8).write(to: other)

@@ -6,7 +6,6 @@ import Testing
 @testable import MeSPControl
 @testable import MeSPCore
 
-/// A system that grants background time on request of the test.
 @MainActor private final class Scheduler: BackgroundScheduler {
     var onGrant: ((any BackgroundTime) -> Void)?
     var givesGPU = false

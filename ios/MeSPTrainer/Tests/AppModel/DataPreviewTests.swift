@@ -51,7 +51,6 @@ import Testing
                 "Records that ask not to be trained are left out: 1.", "Columns that were not read: source.",
             ])
 
-        // After a change of `answersOnly`, the preview is read again. All tokens except the first are then in the loss.
         model.form.answersOnly = false
         #expect(model.preview.current == nil)
         await model.updatePreview()

@@ -101,7 +101,6 @@ import Testing
         #expect(outline.lastStep == 3 && outline.lastLoss == log.steps.last?.loss && outline.end == .finished)
         let url = folder.appendingPathComponent("metrics.jsonl")
         let data = try Data(contentsOf: url)
-        // A truncated log gives the complete records before its end.
         for length in stride(from: 0, through: data.count, by: 97) {
             try data.prefix(length).write(to: url)
             let (outline, log) = (try LogOutline(folder: folder), try LogSummary(folder: folder))
@@ -115,7 +114,6 @@ import Testing
         }
     }
 
-    /// A copy of a run's folder during the run has the files that a killed process would leave.
     @Test func aKilledRunGoesOnFromItsLastSavedStateAndGivesTheSameLosses() async throws {
         var uninterrupted = try settings("uninterrupted", steps: 9)
         uninterrupted.optimizer = .adamw

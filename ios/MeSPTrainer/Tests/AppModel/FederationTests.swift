@@ -72,7 +72,6 @@ import Testing
             ])
     }
 
-    /// Joins the federation, answers one round and leaves. Returns the round.
     private func round(_ model: AppModel) async throws -> Federation.Round {
         let part = Task { await model.joinFederation() }
         while model.federation.rounds.first?.bytesUp == nil {
@@ -93,7 +92,6 @@ import Testing
         #expect(round.bytesUp ?? 0 > 0 && !model.federation.isOn && model.isFree)
         let answer = try #require(try SuperLink.answered(host).1)
 
-        // The same adapters are trained without a server, for comparison.
         let manifest = try #require(model.form.bundle?.manifest)
         var settings = RunSettings(
             bundle: try #require(model.form.bundle).url.path, output: documents.appendingPathComponent("by hand").path)

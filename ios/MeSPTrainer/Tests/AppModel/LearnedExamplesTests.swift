@@ -126,7 +126,6 @@ import Testing
         end.yield()
         while settlings < 2 { try await Task.sleep(for: .milliseconds(2)) }
         #expect(model.examples.writing == run.id && model.examples.of(run).isEmpty)
-        // The app is active only briefly, so no example is generated.
         monitor.scene = .active
         monitor.scene = .background
         end.yield()
@@ -153,7 +152,6 @@ import Testing
         }
         let first = try await train()
         await Task.detached { Self.wait(entered) }.value
-        // `stop` returns, although the thread works until `release`.
         model.examples.stop()
         #expect(model.examples.writing == nil && model.examples.of(first).isEmpty)
         await model.startTraining()
@@ -166,7 +164,6 @@ import Testing
 
     nonisolated private static func wait(_ semaphore: DispatchSemaphore) { semaphore.wait() }
 
-    /// A tokenizer that calls `atText` before it decodes more than one token. By default this call takes 0.1 s.
     private struct SlowTokenizer: TextTokenizer {
         var atText: @Sendable () -> Void = { Thread.sleep(forTimeInterval: 0.1) }
         private let bytes = ByteTokenizer()

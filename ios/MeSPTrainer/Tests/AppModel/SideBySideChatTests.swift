@@ -22,7 +22,6 @@ import Testing
         return request
     }
 
-    /// A tokenizer that decodes tokens as numbers.
     private struct Numbers: TextTokenizer {
         var bytes = ByteTokenizer()
         var beginOfText: Int? { bytes.beginOfText }

@@ -261,7 +261,6 @@ private struct TestFunction {
             return Node(id: id, content: content + numberData(UInt64(0)) + output.data)
         }
 
-        /// Returns a constant. One element gives a scalar.
         static func constant(_ values: [Int32], _ element: Element = .int32) -> Node {
             let shape = values.count == 1 ? [] : [Int32(values.count)]
             return Node(

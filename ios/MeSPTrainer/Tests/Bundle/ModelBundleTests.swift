@@ -223,7 +223,6 @@ import Testing
         #expect(throws: MeSPError.self) { try short.check(vocabulary: 10) }
     }
 
-    /// A sequence has the shortest length that includes the example's last token in the loss.
     @Test func anExampleIsAsShortAsALengthAllows() {
         let sequences = stream.sequences(lengths: [1, 2, 4, 8])
         #expect(sequences.count == 3)
@@ -238,7 +237,6 @@ import Testing
         #expect(windows.count == 2 && windows[0] == Example(tokens: [0, 1, 2], counted: [0, 1]))
     }
 
-    /// The `begin` token replaces the first token of each window, which is not a target. Examples do not get it.
     @Test func windowsBeginAsTheModelsTextsDo() {
         let windows = TokenStream(tokens: data([9, 1, 2, 3, 4]), begin: 9).sequences(lengths: [2])
         #expect(windows.count == 2)

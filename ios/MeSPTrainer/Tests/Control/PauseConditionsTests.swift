@@ -42,7 +42,6 @@ struct PauseConditionsTests {
         let (charging, unplugged) = (Battery(level: 0.5, isCharging: true), Battery(level: 0.5, isCharging: false))
         #expect(found(nil) == reasons)
         #expect(found(charging) == reasons)
-        // Only overnight time requires the charger.
         let charger: Set<PauseReason> = (scene, usesGPU, grant) == (.background, false, .overnight) ? [.charger] : []
         #expect(found(unplugged) == reasons.union(charger))
         #expect(found(unplugged, .serious) == reasons.union(charger).union([.heat]))

@@ -14,7 +14,6 @@ import Testing
 
     deinit { try? FileManager.default.removeItem(at: folder) }
 
-    /// Returns settings. By default the run has so many steps that it ends only when it is stopped.
     private func settings(_ name: String = "run", steps: Int = 1_000_000) throws -> RunSettings {
         let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
         let manifest = try ModelBundle(url: bundle).manifest

@@ -57,9 +57,6 @@ enum Way: CaseIterable { case foreground, background }
         try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
     }
 
-    /// Downloads from a server with these faults.
-    ///
-    /// - Returns: the requests that the server received, and the problem; nil if there was none.
     private func fetch(
         _ faults: [String: [Any]], by way: Way = .foreground, from source: URL? = nil
     ) async throws -> ([String], String?) {
@@ -122,7 +119,7 @@ enum Way: CaseIterable { case foreground, background }
         #expect(try isWhole())
     }
 
-    /// The system continues transfers after the app was terminated. The restarted app does not request the files of these transfers again.
+    /// The system continues transfers after the app was terminated.
     @Test func whatTheSystemBringsMeanwhileIsNotAskedForAgain() async throws {
         let hub = try Hub(try fixture(), ["blocks/01.bin": ["trickle"]])
         let download = try HubDownload(
@@ -142,7 +139,6 @@ enum Way: CaseIterable { case foreground, background }
         let slow = try #require(offer.manifest.files.first { $0.path == "blocks/01.bin" })
         let (bytes, sender) = AsyncStream.makeStream(of: Int.self)
         async let fetched: Void = download.fetch(offer, to: folder) { sender.yield($0) }
-        // Waits until less than the size of the slow file is missing.
         for await count in bytes where count > offer.size - slow.size { break }
         _ = try await URLSession.shared.data(from: hub.url.appendingPathComponent("go-on"))
         try await fetched
@@ -407,7 +403,7 @@ enum Way: CaseIterable { case foreground, background }
         await ended.lookUp()
         let offer = try #require(ended.downloads.offer)
         let documents = DocumentsFolder(documents: folder)
-        try documents.save(.init(offer: offer, usesAnyNetwork: true))  // the record of a download in progress
+        try documents.save(.init(offer: offer, usesAnyNetwork: true))
 
         let model = try model(hub)
         await model.finishDownload()

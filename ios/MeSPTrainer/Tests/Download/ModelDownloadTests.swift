@@ -249,7 +249,6 @@ import Testing
         #expect(hub.end().contains { $0.hasPrefix("\(weights) bytes=") }, "not from the beginning")
     }
 
-    /// Begins a download, and cancels it when the first part of the bundle is written.
     private func endWhileRewriting(_ hub: Hub) async throws -> HubDownload.Offer {
         let download = try HubDownload(repository: Self.repository, hub: hub.url, patience: 5)
         let offer = try await download.fetchOffer()

@@ -9,7 +9,6 @@ import Testing
 @Suite(.serialized) struct EvaluatorTests {
     static let cases = Fixture.cases
 
-    /// Returns, for each token except the first, its log probability and whether it is the likeliest token. Both are computed from the reference's y.
     private func expected(_ fixture: Fixture, _ tokens: [Int]) throws -> [(logProbability: Double, isGreedy: Bool)] {
         let y = try fixture.array("y")
         return try fixture.bundle.withHead { weights in
@@ -121,7 +120,6 @@ import Testing
 }
 
 extension Fixture {
-    /// Calls `body` with a folder of adapters: the fixture's parameters, multiplied by `factor`.
     fileprivate func withAdapters(scaledBy factor: Float = 1, _ body: (URL) throws -> Void) throws {
         let folder = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: folder) }

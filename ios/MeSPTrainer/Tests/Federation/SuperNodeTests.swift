@@ -100,7 +100,6 @@ final class SuperNodeTests {
         let events = try await run(node(), until: Self.isSent, answer: Self.train)
         #expect(try SuperLink.answered(host).1 != nil)
         #expect(events.filter { if case .waiting = $0 { true } else { false } }.count == 4)
-        // One event is reported for each call that succeeded after a failure.
         #expect(events.filter { $0 == .reached }.count == 3)
     }
 
@@ -323,7 +322,6 @@ final class SuperNodeTests {
         if call != "send-node-heartbeat" { try await run(self.node(), until: Self.isSent, answer: Self.train) }
     }
 
-    /// The server always has another message.
     @Test func endsBetweenMessages() async throws {
         try SuperLink.ask(host)
         let node = try node()

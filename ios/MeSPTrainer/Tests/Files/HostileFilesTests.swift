@@ -180,7 +180,6 @@ import Testing
         #expect(message { _ = try LogOutline(folder: folder) }.contains("holds no run"))
     }
 
-    /// A file may be replaced after the bundle was opened. A link in its place is refused.
     @Test func aFileThatBecomesALinkIsNotRead() throws {
         let opened = try ModelBundle(url: bundle)
         let block = bundle.appendingPathComponent(ModelBundle.blockFile(0))
@@ -190,7 +189,6 @@ import Testing
         #expect(message { try opened.checkSums(of: opened.manifest.files) }.contains("Cannot read"))
     }
 
-    /// A symbolic link in place of `generation_config.json` is not followed.
     @Test func endTokensComeFromNoDevice() throws {
         let config = bundle.appendingPathComponent("generation_config.json")
         try? files.removeItem(at: config)
@@ -301,7 +299,6 @@ import Testing
 
     // MARK: - Functions
 
-    /// The digest of a function file is checked even if the bundle is opened without checksums.
     @Test func noFunctionIsImportedBeforeItsSumIsRight() throws {
         let bundle = try ModelBundle(url: bundle, checksums: false)
         let (length, rank) = (try #require(bundle.manifest.seqLens.max()), bundle.manifest.ranks[0])

@@ -5,7 +5,6 @@ import Testing
 
 /// Compares the formulas with the sequential recurrence and its automatic differentiation.
 @Suite(.serialized) struct GatedDeltaNetTests {
-    /// The outputs of the mixer's projections, and dy, the gradient with respect to y.
     private struct Inputs {
         var qkv, z, b, a, dy: MLXArray
 
@@ -33,7 +32,6 @@ import Testing
             norm: RMSNorm(weight: MLXRandom.uniform(low: 0.5, high: 1.5, [valueDim], key: keys[3]), eps: 1e-2))
     }
 
-    /// Returns y, `[T, value_heads · value_dim]`, by the recurrence.
     private func sequential(_ net: GatedDeltaNet, _ inputs: [MLXArray]) -> MLXArray {
         let (qkv, z, b, a) = (inputs[0], inputs[1], inputs[2], inputs[3])
         let (n, w, reach) = (qkv.dim(0), net.convolution.weight, net.convolution.weight.dim(1) - 1)
@@ -69,7 +67,6 @@ import Testing
         return normed.reshaped(z.shape) * z * sigmoid(z)
     }
 
-    /// Returns a machine whose tiles have up to `heads` key heads of `length` tokens.
     private func machine(_ net: GatedDeltaNet, _ heads: Int, _ length: Int, _ processor: Processor = .cpu) -> Machine {
         Machine(processor, bytes: heads * net.bytesOfHead(length))
     }
@@ -113,7 +110,6 @@ import Testing
     func extremeDecaysAndCorrections(_ b: Float, _ a: Float) {
         let net = net(keyHeads: 2, valueHeads: 4)
         var inputs = Inputs(net, length: 130)
-        // Every second token has extreme values.
         let every = (MLXArray.arange(130) % 2).expandedDimensions(axis: -1)
         (inputs.b, inputs.a) = (inputs.b + every * b, inputs.a + every * a)
         expectEqual(net, inputs, tile: 1)
@@ -189,7 +185,6 @@ import Testing
         for (a, b) in zip(run(2, .gpu), run(3, .cpu)) { #expect(relativeError(a, b) < 1e-6) }
     }
 
-    /// The computation is in float32 for each dtype of the inputs.
     @Test func readsBFloat16() {
         let net = net(keyHeads: 2, valueHeads: 4)
         let i = Inputs(net, length: 70)

@@ -4,7 +4,6 @@ import Testing
 @testable import MeSPCore
 
 @Suite(.serialized) struct Mamba2Tests {
-    /// The parts of the mixer's input projection, and dy, the gradient with respect to y.
     private struct Inputs {
         var z, xBC, dt, dy: MLXArray
 
@@ -32,7 +31,6 @@ import Testing
                 weight: MLXRandom.uniform(low: 0.5, high: 1.5, [heads * headDim], key: keys[5]), eps: 1e-2))
     }
 
-    /// Returns y, `[T, heads · headDim]`, by the recurrence.
     private func sequential(_ mamba: Mamba2, _ inputs: [MLXArray]) -> MLXArray {
         let (z, xBC, dt) = (inputs[0], inputs[1], inputs[2])
         let (n, w, reach) = (xBC.dim(0), mamba.convolution.weight, mamba.convolution.weight.dim(1) - 1)
@@ -67,7 +65,6 @@ import Testing
         return gated * rsqrt(gated.square().mean(axis: -1, keepDims: true) + mamba.norm.eps) * mamba.norm.weight
     }
 
-    /// Returns a machine whose tiles have up to `heads` heads of `length` tokens.
     private func machine(_ mamba: Mamba2, _ heads: Int, _ length: Int, _ processor: Processor = .cpu) -> Machine {
         Machine(processor, bytes: heads * mamba.bytesOfHead(length))
     }
@@ -106,7 +103,6 @@ import Testing
     @Test(arguments: [-20, 5, 100] as [Float]) func extremeDecays(_ dt: Float) {
         let mamba = mamba(heads: 4, groups: 2)
         var inputs = Inputs(mamba, length: 130)
-        // Every second token has extreme values.
         inputs.dt = inputs.dt + (MLXArray.arange(130) % 2).expandedDimensions(axis: -1) * dt
         expectEqual(mamba, inputs, tile: 1)
     }
@@ -146,7 +142,6 @@ import Testing
         }
     }
 
-    /// A GPU schedules the tiles of the derivative in another way than a CPU.
     @Test func everyProcessorGivesTheSame() {
         let mamba = mamba(heads: 6, groups: 2)
         let i = Inputs(mamba, length: 100)
@@ -157,7 +152,6 @@ import Testing
         for (a, b) in zip(run(2, .gpu), run(3, .cpu)) { #expect(relativeError(a, b) < 1e-6) }
     }
 
-    /// The computation is in float32 for each dtype of the inputs.
     @Test func readsBFloat16() {
         let mamba = mamba(heads: 4, groups: 2)
         let i = Inputs(mamba, length: 70)

@@ -23,7 +23,6 @@ import Testing
         #expect(relativeError(experts.weightsBackward(z, dw: dw), expected[0]) < 1e-5)
     }
 
-    /// Of experts with equal scores, the first are chosen.
     @Test(arguments: scores) func tiesGoToTheFirst(_ scores: Experts.Scores) {
         let z = MLXArray([1, 2, 2, 2, 0, 0, 0, 0] as [Float], [2, 4])
         #expect(experts(scores).chosen(z, bias: nil).asType(.int32).asArray(Int32.self) == [1, 2, 0, 1])
@@ -37,7 +36,6 @@ import Testing
         #expect(experts.weights(z[0..., 0..<2]).asArray(Float.self).allSatisfy { abs($0 - 0.75) < 1e-5 })
     }
 
-    /// The weights of an unchosen expert have no effect, even if they are NaN.
     @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("moe") })
     func anExpertWithoutTokensIsNotRead(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -52,7 +50,6 @@ import Testing
             let numbers = Set(chosen.asType(.int32).asArray(Int32.self).map(Int.init))
             #expect(numbers.count == experts.numExpertsPerTok)
 
-            // The scales of all unchosen experts become NaN.
             let words = weights.packed.words + UInt32(0)
             for array in weights.packed.arrays where array.stride != nil && array.name.hasSuffix("scales") {
                 for number in 0..<experts.numExperts where !numbers.contains(number) {
@@ -75,7 +72,6 @@ import Testing
         }
     }
 
-    /// Each token gets the same result as if it were processed alone.
     @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("moe") })
     func anExpertOfManyTokensTakesThemInParts(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")

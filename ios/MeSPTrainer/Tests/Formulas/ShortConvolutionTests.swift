@@ -6,7 +6,6 @@ import Testing
 @Suite(.serialized) struct ShortConvolutionTests {
     private let short = CausalConvolution(weight: MLXRandom.normal([6, 3], key: MLXRandom.key(0)))
 
-    /// Returns b, c, u and dy, each `[length, 6]`.
     private func inputs(_ length: Int) -> [MLXArray] {
         MLXRandom.split(key: MLXRandom.key(1), into: 4).map { MLXRandom.normal([length, 6], key: $0) }
     }

@@ -37,8 +37,7 @@ import Testing
         #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0?.count == tokens.count })
     }
 
-    /// Two texts are decoded together, one token of each per step. The outputs equal those of a forward pass over each whole text. The comparison is
-    /// repeated with plain operations.
+    /// Two texts are decoded together, one token of each per step. The outputs equal those of a forward pass over each whole text.
     @Test(arguments: cases) func decodingInFewerOperationsIsTheSame(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let lengths = [3, 7]
@@ -70,7 +69,6 @@ import Testing
         private final class LastFile: @unchecked Sendable {
             let bundle: ModelBundle
             var asked = 0
-            /// The number of the bundle's maps when the last file is to be mapped, and at each later map.
             var held = [Int]()
             init(_ bundle: ModelBundle) { self.bundle = bundle }
             var isRefused: Bool {
@@ -87,7 +85,6 @@ import Testing
             }
         }
 
-        /// When addresses run out, all maps are released before the next file is mapped.
         @Test(arguments: [[1, 2, 3], [1]]) func whereAddressesRunOutNoMapIsHeld(_ prompt: [Int]) throws {
             let copy = temporaryFolder()
             defer { try? FileManager.default.removeItem(at: copy) }
@@ -110,8 +107,6 @@ import Testing
         }
     #endif
 
-    /// Texts that are generated together equal separately generated texts. The texts differ in length, sampling and prompts. The reader stops one of
-    /// them.
     @Test(arguments: cases) func textsWrittenTogetherAreTheSame(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let adapters = temporaryFolder()
@@ -150,8 +145,7 @@ import Testing
         }
     }
 
-    /// Each turn gives the same text as without a cache, and reads only new tokens. A recurrent model reads these short texts from the beginning if
-    /// the cache must be shortened.
+    /// A recurrent model reads these short texts from the beginning if the cache must be shortened.
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         // With chunks of one token, each token takes one call of each block.

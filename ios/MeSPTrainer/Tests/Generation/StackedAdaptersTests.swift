@@ -13,11 +13,6 @@ import Testing
 
     deinit { try? FileManager.default.removeItem(at: folder) }
 
-    /// Writes random adapters to a folder with this name.
-    ///
-    /// - Parameters:
-    ///   - modules: the modules with adapters; nil for `architecture.modules`.
-    ///   - last: the number of last blocks with adapters; nil for all blocks.
     private func adapters(
         _ name: String, of fixture: Fixture, rank: Int, scale: Float = 2, modules: [Module]? = nil, last: Int? = nil
     ) throws -> URL {
@@ -102,7 +97,6 @@ import Testing
         return LoadedAdapters(rank: rank, scale: 1, lora: lora, layouts: layouts)
     }
 
-    /// The product of each projection with a stack equals the product with W + Σ weight · scale · A B in float32.
     @Test(arguments: cases) func eachProductIsThatWithTheFusedMatrix(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
         let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)
@@ -151,7 +145,6 @@ import Testing
 
     // MARK: - Others while a model generates
 
-    /// A change of adapters maps no weight file again. Each text equals that of a new generator with the same adapters.
     @Test(arguments: cases.filter { ["tied-32", "qwen3_5", "lfm2_moe", "tied-gpu"].contains($0.lastPathComponent) })
     func switchingMapsNoWeights(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
@@ -173,7 +166,6 @@ import Testing
             #expect(try texts.last == text(Generator(new, adapters: selection), prompt))
         }
         #expect(Set(texts + [first]).count == 4 && texts[0] == texts[4] && texts[1] == first)
-        // A copy of a generator keeps its adapters. A generator also keeps its adapters if new ones cannot be loaded.
         #expect(try text(before, prompt) == first)
         #expect(throws: MeSPError.self) { try generator.use([.init(b), .init(self.folder)]) }
         #expect(try text(generator, prompt) == texts[4])
@@ -194,7 +186,6 @@ import Testing
             var alone = [Int]()
             try Generator(fixture.bundle, adapters: selection).generate(request) { alone.append($0) }
             #expect(text == alone)
-            // The blocks read the new tokens of the prompt, and the generated tokens except the last.
             #expect(blocks == (prompt.count - known + 2) * fixture.layers)
             prompt += text
         }
@@ -204,13 +195,11 @@ import Testing
         for selection in [stack, [.init(a, weight: 0.25), .init(b)], [.init(a, weight: 0.25)], []] {
             try generator.use(selection)
             try check(selection, known: 0)
-            // The cache stays valid for another generator with the same adapters, and if an adapter of weight 0 is added.
             generator = Generator(try CachedModel(fixture.bundle, adapters: selection, chunk: 1))
             try check(selection, known: prompt.count - 1)
             try generator.use([.init(b, weight: 0)] + selection)
             try check(selection, known: prompt.count - 1)
         }
-        // New files in the same folder are other adapters.
         try generator.use([.init(a)])
         try check([.init(a)], known: 0)
         try FileManager.default.removeItem(at: a)

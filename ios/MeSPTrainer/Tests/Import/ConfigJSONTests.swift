@@ -5,7 +5,6 @@ import Testing
 
 @testable import MeSPImport
 
-/// Tests of reading a config.json: the answers are the exporter's, and no number stops the process.
 @Suite struct ConfigJSONTests {
     /// Configurations of the plain families, with keys deleted, nulled, doubled or moved; and the exporter's answers, or null for a refusal.
     private struct Answers: Decodable {
@@ -61,7 +60,6 @@ import Testing
         }
     }
 
-    /// Returns copies of an object in which one number, also of an inner object, is another one.
     private func changes(_ fields: [String: JSONValue], _ numbers: [JSONValue]) -> [[String: JSONValue]] {
         fields.flatMap { key, value -> [[String: JSONValue]] in
             switch value {
@@ -72,7 +70,6 @@ import Testing
         }
     }
 
-    /// Returns whether two values are equal, with numbers that differ by rounding.
     private func isClose(_ one: JSONValue, _ other: JSONValue) -> Bool {
         if let a = one.double, let b = other.double { return abs(a - b) <= 1e-12 * max(abs(a), abs(b)) }
         switch (one, other) {

@@ -36,7 +36,6 @@
         }
     }
 
-    /// The app's own model: what is loaded into it.
     @MainActor private final class Container: AdaptableModel {
         private let monitor: TestMonitor
         private(set) var loaded: URL?
@@ -58,7 +57,6 @@
         private var home: URL
         private var launches = 0
         private let device: Backend?
-        /// The weights of the model that the person has downloaded last.
         private var weights = 0
 
         // The process
@@ -149,7 +147,6 @@
 
         // MARK: - The process
 
-        /// Launches the app. It imports the model, as always.
         private func launch(in scene: AppScene) async throws {
             story.append("launch \(scene)")
             (monitor, clock) = (TestMonitor(), TestClock())
@@ -199,7 +196,6 @@
             try await launch(in: [.active, .background].randomElement(using: &random) ?? .active)
         }
 
-        /// Changes files, as an update, a download or a purge does between two launches.
         private func update() throws {
             let file = model.appendingPathComponent("model-00001-of-00002.safetensors")
             switch Int.random(in: 0..<7, using: &random) {
@@ -272,7 +268,6 @@
             refuseGPU()
         }
 
-        /// Ends the night as the page's code does, and all background time.
         private func expire() async throws {
             story.append("expired")
             work?.cancel()
@@ -296,7 +291,6 @@
             }
         }
 
-        /// Asks for work that cannot begin, and for an answer that is stopped.
         private func others() async throws {
             guard let tuner else { return }
             story.append("others")
@@ -384,7 +378,6 @@
             if uses > 0 { Issue.record("\(story): \(uses) command buffers in the background") }
         }
 
-        /// Whether iOS and the state of the phone let the run train.
         private var mayTrain: Bool {
             let isOnGPU = device == .gpu
             let hasTime =
@@ -407,7 +400,6 @@
 
         private var place: [Int] { [controller.log.lastStep, controller.blocksOfStep] }
 
-        /// Waits until the run trains, if it may, or waits.
         private func settle() async throws {
             try checkProblem()
             let before = place
@@ -426,7 +418,6 @@
             guard mayTrain || place == rest else { throw MeSPError("A run that waits has gone on.") }
         }
 
-        /// Lets the app learn to the end in front, and compares what it has learned.
         private func finish() async throws {
             enter(.active)
             change("all is well") { (charging, level, monitor.thermalState) = (true, 0.8, .nominal) }
@@ -481,7 +472,6 @@
             }
         }
 
-        /// Returns the result of an undisturbed run of the same model on the same device.
         private func whole() async throws -> Learned {
             let key = "\(device ?? .standard) \(weights)"
             if let whole = Self.wholes[key] { return whole }

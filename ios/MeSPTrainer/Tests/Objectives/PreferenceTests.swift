@@ -146,7 +146,6 @@ import Testing
         }
     }
 
-    /// A prompt with the answer of another prompt gets the shortest length that holds both, or the longest length if none does.
     @Test(arguments: [(2, 3, 8), (6, 3, 8), (7, 3, 16), (12, 9, 16)])
     func anotherAnswerTakesTheLengthThatHoldsIt(_ prompt: Int, _ answer: Int, _ expected: Int) {
         func preferenceAnswer(_ prompt: Int, _ answer: Int, number: Int32) -> PreferenceAnswer {

@@ -189,7 +189,6 @@ import Testing
         defer { try? FileManager.default.removeItem(at: output) }
         var settings = try settings(output)
         try Run.run(settings)
-        /// Returns the setting's JSON with the comma after or before it.
         func part(_ setting: String, of text: String) throws -> String {
             try #require([setting + ",", "," + setting].first { text.contains($0) })
         }
@@ -299,7 +298,6 @@ import Testing
 
     // MARK: - What a state belongs to
 
-    /// A run on a copy of the fixture's bundle. Tests change the copy between the start and the resumption of the run.
     private final class Changing {
         let folder = temporaryFolder()
         var settings: RunSettings
@@ -396,7 +394,6 @@ import Testing
         #expect(try LogOutline(folder: run.output).lastStep == 4)
     }
 
-    /// `max_position_embeddings` limits the sequence length. YaRN multiplies this limit by its factor.
     @Test(arguments: [(31, true), (32, false), (8, false)]) func moreTokensThanPositionsAreRefused(
         _ positions: Int, _ isRefused: Bool
     ) throws {
@@ -447,8 +444,7 @@ import Testing
         #expect(try run.resume().message.isEmpty)
     }
 
-    /// A state is refused if any of its bytes is changed. The test changes one byte at a time: each byte of the header, each of the last 40 bytes,
-    /// and some between them.
+    /// The test changes one byte at a time: each byte of the header, each of the last 40 bytes, and some between them.
     @Test func aStateWithAChangedByteIsRefused() throws {
         let run = try Changing()
         try Run.run(run.settings)

@@ -76,7 +76,6 @@ import Testing
         return settings
     }
 
-    /// Returns the tokens of a text whose loss the run has raised by more than 1%.
     private func forgotten(of run: URL) throws -> [Int] {
         let bundle = try ModelBundle(url: URL(fileURLWithPath: try RunSettings.ofATest(run).bundle))
         let evaluators = try [[], [WeightedAdapters(run.appendingPathComponent("adapters"))]].map {
@@ -141,7 +140,6 @@ import Testing
         let repeated = try strength(second)
         // The losses differ slightly, because B is rounded when it is multiplied by the strength.
         #expect(abs(repeated.lossBefore - record.lossAfter) <= 1e-6 * record.lossAfter)
-        // A run of no steps lowers no loss, and keeps its initial adapters.
         #expect(repeated.strength == 0)
         #expect(abs(repeated.generalBefore - record.generalBefore) <= 1e-6 * record.generalBefore)
         for (name, array) in try adapters(kept) {

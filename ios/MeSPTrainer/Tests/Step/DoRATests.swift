@@ -113,7 +113,6 @@ import Testing
 
     // MARK: - A run
 
-    /// With B = 0, DoRA's loss on a CPU equals LoRA's to the last bit.
     @Test(arguments: cases) func itBeginsAsTheModel(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let (trainer, lora) = (try trainer(fixture), try fixture.trainer(.mesp))

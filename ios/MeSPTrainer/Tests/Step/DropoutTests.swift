@@ -17,7 +17,6 @@ import Testing
     /// The tolerance for another order of sums in float32.
     private let tolerance: Float = 1e-4
 
-    /// Returns a trainer that is about to process the fixture's sequence at the fixture's step.
     private func trainer(
         _ fixture: Fixture, plan: Plan = Plan(tileBytes: 1 << 20),
         _ change: (inout RunSettings) throws -> Void = { _ in }

@@ -46,7 +46,6 @@ import Testing
     @Test(arguments: Fixture.cases, parts)
     func gradientsAreThoseOfARunThatTrainsAll(_ folder: URL, _ part: Part) throws {
         let fixture = try Fixture(folder, "gradients")
-        // MeBP does not depend on the model family, so one family suffices.
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         for method in isPlain ? [GradientMethod.mesp, .mebp] : [.mesp] {
             let all = try fixture.trainer(method)

@@ -119,7 +119,6 @@ import Testing
         }
     }
 
-    /// MeSP on a CPU does not call the exported functions of a bundle.
     @Test(
         arguments: Fixture.cases.filter { ["tied-32", "gemma3", "qwen3_5", "lfm2_moe"].contains($0.lastPathComponent) })
     func aRunOnACPUNeedsNoFunctions(_ folder: URL) throws {
@@ -243,7 +242,6 @@ import Testing
         }
     }
 
-    /// A step's loss is the mean over all its targets, whether they are in one sequence or in several.
     @Test(arguments: Fixture.cases) func contextAndPaddingDoNotCount(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let whole = try fixture.example()
@@ -263,7 +261,6 @@ import Testing
             #expect(abs(splitNorm - norm) < tolerance * norm)
         }
 
-        // Tokens after the last target do not change the loss.
         var tokens = whole.tokens
         for index in (middle + 1)..<tokens.count { tokens[index] = 0 }
         let (padded, half) = (

@@ -5,7 +5,6 @@ import MeSPBundle
 /// A tokenizer with one token per byte.
 struct ByteTokenizer: TextTokenizer {
     var beginOfText: Int?
-    /// Whether a text begins with the token `beginOfText`.
     var addsBegin = false
     let endOfText: Int? = 0
     var hasChatTemplate = true

@@ -16,7 +16,6 @@ struct Fixture {
     /// The folders of the float32 cases, each with `bundle.mesp`, `gradients.safetensors` and `losses.safetensors`.
     static let cases = folders.filter { !$0.lastPathComponent.hasSuffix("bfloat16") }
 
-    /// The cases with activations in bfloat16.
     static let roundedCases = folders.filter { !cases.contains($0) }
 
     static let noisyCases = roundedCases.filter {
@@ -38,7 +37,6 @@ struct Fixture {
     private let metadata: [String: String]
 
     /// - Parameters:
-    ///   - other: a bundle in place of the folder's.
     ///   - onGPU: whether to compute as on a GPU; nil to decide by the folder's name.
     init(_ folder: URL, _ name: String, bundle other: URL? = nil, onGPU: Bool? = nil) throws {
         // Computing checksums would take most of the time in a debug build.
@@ -49,7 +47,6 @@ struct Fixture {
         (arrays, metadata) = try loadArraysAndMetadata(url: folder.appendingPathComponent("\(name).safetensors"))
     }
 
-    /// The methods with exact gradients that can train the bundle.
     var exactMethods: [GradientMethod] { bundle.architecture.hasExperts ? [.mesp] : [.mesp, .mebp] }
 
     var layers: Int { bundle.architecture.numHiddenLayers }

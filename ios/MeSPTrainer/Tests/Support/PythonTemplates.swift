@@ -19,11 +19,8 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
         let template: String
         let record: String
         let lossOn: String
-        /// The exporter's reason to refuse the record; nil if the exporter accepts the record.
         let refused: String?
-        /// The columns and keys that nothing reads, of a refused record.
         let unread: [String]?
-        /// What the record is, such as "a conversation".
         let kind: String?
         let answers: [Answer]?
         let begin: Int?
@@ -53,7 +50,6 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
 
     deinit { try? input.fileHandleForWriting.close() }
 
-    /// Advances to the next record and its tokenizer. Returns nil after the last record.
     func next() throws -> Case? {
         let line = try ask(["do": "next"])
         let decoder = JSONDecoder()
@@ -140,7 +136,6 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
 }
 
 extension JSONValue {
-    /// Returns a value that a chat template gets.
     init(template value: Any) throws {
         switch value {
         case let text as String: self = .string(text)

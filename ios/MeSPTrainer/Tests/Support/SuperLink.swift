@@ -20,7 +20,6 @@ final class SuperLink: URLProtocol {
         var wanted = Set<String>()
         var answer: (metadata: Metadata, tree: FlowerObjectTree)?
         var received = [String: Data]()
-        /// The ids of objects that the server requests besides the missing ones.
         var alsoWanted = [String]()
         var node = SuperLink.node
     }
@@ -30,7 +29,6 @@ final class SuperLink: URLProtocol {
     /// The status of a call that gets no response and keeps its connection.
     static let never = -1
 
-    /// - Parameter host: the host of the SuperLink; each test has its own.
     static func with<R>(_ host: String, _ body: (inout State) throws -> R) rethrows -> R {
         try lock.withLock { try body(&states[host, default: State()]) }
     }
@@ -152,7 +150,6 @@ final class SuperLink: URLProtocol {
         FlowerArray(.float32, shape: [numbers.count], data: numbers.withUnsafeBytes { Data($0) })
     }
 
-    /// Returns the metadata of the received answer, with its records or the reason why there are none.
     static func answered(_ host: String) throws -> (Metadata, FlowerRecords?, reason: String?) {
         try with(host) { state in
             let (metadata, tree) = try #require(state.answer)

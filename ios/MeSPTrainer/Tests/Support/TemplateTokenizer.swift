@@ -12,10 +12,8 @@ struct TemplateTokenizer: TextTokenizer {
     static let specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|user|>"]
 
     var beginOfText: Int?
-    /// Whether encoding with special tokens begins with the token `beginOfText`.
     var addsBegin = false
     var endOfText: Int? = TemplateTokenizer.id("<|endoftext|>")
-    /// Tokens of several characters.
     var words = [String]()
     /// Whether encoding puts a space before a text and decoding removes it, as SentencePiece does.
     var addsSpace = false
@@ -87,7 +85,6 @@ struct TemplateTokenizer: TextTokenizer {
                 "<|im_start|>\(message.role)\n\((isLast ? message.content : text[text.count - 1]).trimmed)<|im_end|>\n"
         }.joined() + (opens ? "<|im_start|>assistant\n<think>\n" : "")
     }
-    /// A template that leaves out all messages except those of users and assistants.
     static let passesOver: Template = { messages, opens in
         chatML(messages.filter { ["user", "assistant"].contains($0.role) }, opens)
     }

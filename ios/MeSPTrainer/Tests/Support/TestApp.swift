@@ -15,7 +15,6 @@ import Testing
     }
     deinit { try? FileManager.default.removeItem(at: documents) }
 
-    /// Imports the plain fixture and turns evaluations off.
     func importTied() async throws {
         let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
         await model.importBundle(at: fixture)

@@ -3,7 +3,6 @@ import Foundation
 @testable import MeSPControl
 @testable import MeSPCore
 
-/// A simulated phone whose state the tests set.
 @MainActor final class TestMonitor: DeviceMonitor {
     var scene = AppScene.active { didSet { tell(.change) } }
     var thermalState = ThermalState.nominal { didSet { tell(.change) } }

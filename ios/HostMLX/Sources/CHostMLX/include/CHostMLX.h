@@ -149,7 +149,6 @@ HostArray host_gather(
 HostArray host_scatter_add(HostArray a, HostArray indices, HostArray updates, HostStream s);
 /// Returns a slice. `start`, `end` and `strides` have one entry for each axis of `a`.
 HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
-/// Returns `a` with the slice replaced by `update`.
 HostArray host_slice_update(
     HostArray a, HostArray update, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
 
@@ -231,22 +230,21 @@ int32_t host_default_device(void);
 const char *host_version(void);
 void host_set_default_device(int32_t device);
 bool host_new_stream(int32_t device, HostStream *stream);
-/// Makes a stream for the GPU on a Linux machine without one. Graphs on the stream can be built, but not computed.
 void host_make_gpu_stream(void);
 void host_synchronize(HostStream s);
 
 // MARK: Metal's behaviour where a CPU is kinder: FailingCommandBuffers.cpp, Streams.cpp, TF32.h
 
 typedef struct {
-    bool tf32;                  // operands of float32 products are rounded to TF32
-    bool gpu_by_default;        // the default device of C++ is the GPU
-    size_t first_failing;       // the number of the first failing command buffer, from 1; 0: none
-    size_t failing_count;       // the number of failing buffers; each fails after the error of the one before was thrown
-    size_t period;              // the number of buffers from one failing buffer to the next
-    size_t delay;               // the number of evaluations that succeed before an evaluation throws the error
-    bool leaves_zeros;          // arrays of a failed buffer hold zeros in place of NaN
-    bool of_allocations;        // allocations are counted and fail, in place of command buffers
-    const char *message;        // the message of a command buffer's error
+    bool tf32;
+    bool gpu_by_default;
+    size_t first_failing;  // the number of the first failing command buffer, from 1; 0: none
+    size_t failing_count;
+    size_t period;
+    size_t delay;
+    bool leaves_zeros;
+    bool of_allocations;
+    const char *message;
 } HostMetalRules;
 
 /// Applies the rules. Returns false if rules already apply.

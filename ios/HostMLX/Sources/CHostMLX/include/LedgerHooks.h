@@ -20,7 +20,6 @@ class LedgerHooks {
     virtual void evaluate(std::vector<mlx::core::array> outputs, bool async) = 0;
     virtual void wait(mlx::core::array &a) = 0;
     virtual void synchronize(mlx::core::Stream stream) = 0;
-    /// MLX's memory statistics on the phone, in bytes.
     struct Memory {
         size_t active, cache, peak, limit;
     };
@@ -37,7 +36,6 @@ class LedgerHooks {
 
     // MARK: Events, also while nothing is recorded
 
-    /// Called after an array was created from data in memory.
     virtual void created(mlx::core::array &a) = 0;
     /// Called when memory that MLX did not allocate becomes the data of an array. `released` is called when the array no longer needs it.
     virtual void adopted(const void *buffer, size_t bytes) = 0;

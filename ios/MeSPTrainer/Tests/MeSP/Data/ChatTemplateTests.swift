@@ -49,14 +49,12 @@ import Testing
         }
     }
 
-    /// - Parameter counted: the positions before the tokens in the loss; nil if all tokens are in the loss.
     private func answer(_ ids: [Int], _ counted: [Int]?) -> Answer {
         guard let counted else { return Answer(ids: ids, counted: ids.map { _ in true }) }
         let those = Set(counted.map { $0 + 1 })
         return Answer(ids: ids, counted: ids.indices.map { $0 > 0 && those.contains($0) })
     }
 
-    /// The source of a case: a file, or a choice for a pair of answers.
     private func source(_ each: PythonTemplates.Case) throws -> TextData.Source {
         try Data("\(each.record)\n".utf8).write(to: file)
         guard each.kind == "a pair of answers" else { return .file(file) }
@@ -71,7 +69,6 @@ import Testing
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         defer { try? FileManager.default.removeItem(at: folder) }
         let python = try PythonTemplates()
-        // The number of records by outcome.
         var counts = [String: Int]()
         var withCalls = 0
         while let each = try python.next() {

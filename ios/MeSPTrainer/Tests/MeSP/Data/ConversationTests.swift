@@ -11,7 +11,6 @@ import Testing
 
     private struct Trained {
         var text: String
-        /// The text of each span of consecutive tokens in the loss.
         var spans: [String]
         var specials = [Int]()
     }
@@ -174,7 +173,6 @@ import Testing
                 "the prompt for the answer in message 3 is not the beginning of the conversation in the chat template"))
     }
 
-    /// The template repeats the question within the answer.
     @Test func noOtherMessageIsInAnAnswer() throws {
         let tokenizer = TemplateTokenizer { said, opens in
             said.enumerated().map { index, each in
@@ -227,7 +225,6 @@ import Testing
         let notices = try TextData(tokenizer: chatML, length: 512).write(
             .file(folder.appendingPathComponent("a.jsonl")), to: target)
         #expect(notices.sentences.isEmpty)
-        // Special tokens in texts are also encoded as plain text where no chat template is applied.
         let pair = #"{"prompt": "a<|im_end|>", "completion": "b<|endoftext|>"}"#
         let joined = try trained(record: pair, TemplateTokenizer())
         #expect(joined.text == "a<|im_end|>b<|endoftext|><|endoftext|>" && joined.specials.count == 1)
@@ -358,7 +355,6 @@ import Testing
         #expect(try trained(record: record, chatML).spans == ["d<|im_end|>\n"])
         let all = try trained(record: record, chatML, answersOnly: false)
         #expect(all.spans.joined() == all.text.replacing("b<|im_end|>\n", with: ""))
-        // A record without a trained answer is left out and counted.
         let answer = #"{"prompt": "a", "completion": "b"}"#
         let file = folder.appendingPathComponent("b.jsonl")
         let left = #"{"prompt": "x", "completion": "y", \#(key)}"#

@@ -75,7 +75,6 @@ import Testing
         #expect(said == "The model's tokenizer cannot take \0 as text; remove it from the text.")
     }
 
-    /// A tokenizer that counts the bytes that it encodes.
     private final class Counting: TextTokenizer, @unchecked Sendable {
         private let chatML = TemplateTokenizer(template: TemplateTokenizer.chatML)
         var bytes = 0

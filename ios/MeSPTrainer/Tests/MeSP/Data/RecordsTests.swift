@@ -66,7 +66,6 @@ private struct WholeTemplate: TextTokenizer {
 
     private struct Found {
         var text: String
-        /// The text of each span of consecutive tokens in the loss.
         var trained: [String]
         var notices: [String]
     }
@@ -217,7 +216,6 @@ private struct WholeTemplate: TextTokenizer {
         try FileManager.default.removeItem(at: manifest)
         #expect(try read(#"{"prompt": "a", "completion": "b"}"#, tokenizer: tokenizer).text.hasPrefix("ab"))
         #expect(tokenizer.decode(try tokenizer.encode(prompt: Conversation([.user("a")]))) == "a")
-        // Messages always take the template.
         let chat = try read(messages("\(asked), \(answer)"), tokenizer: tokenizer).text
         #expect(try chat == read(messages("\(asked), \(answer)"), tokenizer: WholeTemplate()).text)
         let asked = Conversation([.system("s"), .user("a")])
