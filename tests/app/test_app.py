@@ -387,7 +387,8 @@ class Compiler:
         self.modules = folder / "modules"
         self.modules.mkdir()
         build = find_engine().parent  # the folder with the compiled module MLX
-        self.options = ["-I", self.modules, "-I", build / "Modules"]
+        # The trait Tokenizers defines a condition of its name.
+        self.options = ["-D", "Tokenizers", "-I", self.modules, "-I", build / "Modules"]
         self.options += ["-Xcc", f"-fmodule-map-file={build / 'CHostMLX.build/module.modulemap'}"]
 
     def compile(self, name: str, *sources: Path, version: int = 6) -> subprocess.CompletedProcess:

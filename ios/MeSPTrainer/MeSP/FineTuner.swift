@@ -238,7 +238,7 @@ public final class FineTuner: Sendable {
         _ sender: AsyncThrowingStream<TrainingUpdate, any Error>.Continuation
     ) async throws {
         controller.observers.append { [unowned controller] in
-            if let update = TrainingUpdate(controller, steps: settings.steps, notices) { sender.yield(update) }
+            if let update = TrainingUpdate(controller, settings, notices) { sender.yield(update) }
         }
         isTraining = true
         controller.grant = backgroundTime
@@ -511,13 +511,14 @@ private final class Turn: @unchecked Sendable {
 }
 
 extension TrainingUpdate {
-    /// Returns nil if the run has not begun or has failed.
-    @MainActor fileprivate init?(_ controller: RunController, steps: Int, _ notices: DataNotices?) {
+    /// Returns nil if the run has failed, or if the steps of a continued run are not known yet.
+    @MainActor fileprivate init?(_ controller: RunController, _ settings: RunSettings, _ notices: DataNotices?) {
         let (log, footprint) = (controller.log, controller.log.steps.last?.footprintBytes ?? memoryFootprint())
         var pause: PauseReason?
         let phase: TrainingPhase
         switch controller.state {
         case .idle, .failed: return nil
+        case .preparing where settings.resume && log.start == nil: return nil
         case .preparing: phase = .preparing
         case .training: phase = .init(controller.phase)
         case .paused(let reason): (phase, pause) = (.waiting, .init(rawValue: reason.rawValue))
@@ -526,10 +527,10 @@ extension TrainingUpdate {
         // Other properties of the update, or the thrown error, report these events.
         let others = ["pause", "resume", "resumed", "error"]
         self.init(
-            step: log.lastStep, steps: steps, phase: phase, loss: log.steps.last?.loss,
+            step: log.lastStep, steps: settings.steps, phase: phase, loss: log.steps.last?.loss,
             heldOutLoss: log.evals.last { $0.split == "valid" }?.loss, footprint: footprint,
             peakFootprint: max(log.peakFootprintBytes, footprint), predictedPeak: log.prediction?.predictedPeakBytes,
-            timeRemaining: log.secondsLeft(of: steps).map { .seconds(min($0, 1e9)) }, pause: pause,
+            timeRemaining: log.secondsLeft(of: settings.steps).map { .seconds(min($0, 1e9)) }, pause: pause,
             notices: (notices?.sentences ?? []).map(\.localized)
                 + log.events.filter { !others.contains($0.name) }.map(\.message.localized),
             leftOut: notices?.invalid ?? [])

@@ -50,6 +50,7 @@ public struct TrainingUpdate: Sendable, Equatable {
 public enum TrainingPhase: Sendable {
     /// The data is tokenized, or the model is loaded.
     case preparing
+    /// Steps are taken.
     case training
     /// The held-out loss, or forgetting, is measured.
     case evaluating

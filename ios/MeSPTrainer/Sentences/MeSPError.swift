@@ -43,6 +43,7 @@ extension NSError {
     /// The number of the system's error that caused this one, if any. Foundation's own sentences for such errors may have no more than a number.
     fileprivate var underlyingSystemError: Int32? {
         if domain == NSPOSIXErrorDomain { return Int32(exactly: code) }
-        return (userInfo[NSUnderlyingErrorKey] as? NSError)?.underlyingSystemError
+        // On Linux the inner error is a POSIXError, which `as? NSError` does not convert.
+        return (userInfo[NSUnderlyingErrorKey] as? any Error).flatMap { ($0 as NSError).underlyingSystemError }
     }
 }

@@ -65,6 +65,9 @@ extension URLResourceKey {
 extension URLResourceValues { public var volumeAvailableCapacityForImportantUsage: Int64? { nil } }
 // developer.apple.com/documentation/foundation/processinfo/thermalstatedidchangenotification
 extension ProcessInfo { public static let thermalStateDidChangeNotification = Notification.Name("t") }
+// developer.apple.com/documentation/foundation/processinfo/islowpowermodeenabled
+extension ProcessInfo { public var isLowPowerModeEnabled: Bool { false } }
+extension Notification.Name { public static let NSProcessInfoPowerStateDidChange = Notification.Name("p") }
 
 // developer.apple.com/documentation/foundation/url, …/nsfilecoordinator
 extension URL {

@@ -39,6 +39,9 @@ public protocol TextTokenizer: Sendable {
     /// there are variables.
     ///
     /// - Parameters:
+    ///   - messages: each with its role and content.
+    ///   - tools: the tools that an answer can call, or nil.
+    ///   - addsGenerationPrompt: whether to add the opening of an answer after the last message.
     ///   - options: the variables, with values as in `messages`.
     /// - Returns: the token ids.
     /// - Throws: an error if the template refuses the conversation.

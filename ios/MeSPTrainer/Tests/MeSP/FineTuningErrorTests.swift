@@ -106,10 +106,11 @@ import Testing
         var low = limit
         low.rlim_cur = 100
         setrlimit(__rlimit_resource_t(RLIMIT_FSIZE.rawValue), &low)
-        let found = await kind(tuner.train(on: conversations, options()))
+        var found: (any Error)?
+        do { for try await _ in tuner.train(on: conversations, options()) {} } catch { found = error }
         setrlimit(__rlimit_resource_t(RLIMIT_FSIZE.rawValue), &limit)
         _ = signal(SIGXFSZ, handler)
-        #expect(found == .insufficientDisk(required: nil))
+        #expect((found as? FineTuningError)?.kind == .insufficientDisk(required: nil), "\(String(describing: found))")
     }
 
     @Test func aLossThatIsNotFinite() async throws {

@@ -333,6 +333,7 @@
             }
             begin()
             try? await Task.sleep(for: .milliseconds(5))
+            work?.cancel()  // the run may not have begun, and `stop` not find it
             try await bounded("stop") { [tuner] in await tuner?.stop() }
             try await wait("the run has not ended on a full disk") { self.work == nil }
             problem = nil
