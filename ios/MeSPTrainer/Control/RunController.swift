@@ -318,7 +318,11 @@ import Observation
     }
 
     private func tellObservers() {
-        trace.enter("\(state == .training ? "\(phase)" : "\(state)")")
+        switch state {
+        case .training: trace.enter("\(phase)")
+        case .failed: trace.enter("failed")  // the sentence may name a person's files
+        default: trace.enter("\(state)")
+        }
         for observer in observers { observer() }
     }
 }
