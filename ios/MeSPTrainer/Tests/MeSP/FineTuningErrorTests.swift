@@ -100,16 +100,10 @@ import Testing
 
     @Test func aFullDisk() async throws {
         let tuner = try await tuner()
-        let handler = signal(SIGXFSZ, SIG_IGN)
-        var limit = rlimit()
-        getrlimit(__rlimit_resource_t(RLIMIT_FSIZE.rawValue), &limit)
-        var low = limit
-        low.rlim_cur = 100
-        setrlimit(__rlimit_resource_t(RLIMIT_FSIZE.rawValue), &low)
         var found: (any Error)?
-        do { for try await _ in tuner.train(on: conversations, options()) {} } catch { found = error }
-        setrlimit(__rlimit_resource_t(RLIMIT_FSIZE.rawValue), &limit)
-        _ = signal(SIGXFSZ, handler)
+        await withFullDisk {
+            do { for try await _ in tuner.train(on: conversations, options()) {} } catch { found = error }
+        }
         #expect((found as? FineTuningError)?.kind == .insufficientDisk(required: nil), "\(String(describing: found))")
     }
 

@@ -321,21 +321,13 @@
         /// Fills the disk for a while: no file may become longer than 100 bytes.
         private func fillDisk() async throws {
             story.append("full disk")
-            let handler = signal(SIGXFSZ, SIG_IGN)
-            var limit = rlimit()
-            getrlimit(__rlimit_resource_t(RLIMIT_FSIZE.rawValue), &limit)
-            var low = limit
-            low.rlim_cur = 100
-            setrlimit(__rlimit_resource_t(RLIMIT_FSIZE.rawValue), &low)
-            defer {
-                setrlimit(__rlimit_resource_t(RLIMIT_FSIZE.rawValue), &limit)
-                _ = signal(SIGXFSZ, handler)
+            try await withFullDisk {
+                begin()
+                try? await Task.sleep(for: .milliseconds(5))
+                work?.cancel()  // the run may not have begun, and `stop` not find it
+                try await bounded("stop") { [tuner] in await tuner?.stop() }
+                try await wait("the run has not ended on a full disk") { self.work == nil }
             }
-            begin()
-            try? await Task.sleep(for: .milliseconds(5))
-            work?.cancel()  // the run may not have begun, and `stop` not find it
-            try await bounded("stop") { [tuner] in await tuner?.stop() }
-            try await wait("the run has not ended on a full disk") { self.work == nil }
             problem = nil
         }
 
