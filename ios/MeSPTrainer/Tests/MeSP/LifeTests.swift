@@ -16,16 +16,21 @@
     /// fail, and the last adapters equal those of an undisturbed run to the last bit. After a memory warning, a run takes another plan, whose sums
     /// are rounded otherwise; then the held-out losses are compared.
     @Suite(.serialized) @MainActor struct LifeTests {
-        /// The number of lives. `make test-slow` sets it to 10,000.
-        static let count = ProcessInfo.processInfo.environment["MESP_LIVES"].flatMap(Int.init) ?? 200
+        private static func number(_ name: String) -> Int? {
+            ProcessInfo.processInfo.environment[name].flatMap(Int.init)
+        }
 
-        /// The number of a single life to play.
-        static let only = ProcessInfo.processInfo.environment["MESP_LIFE"].flatMap(Int.init)
+        /// The number of the first life.
+        static let first = number("MESP_LIFE")
+
+        /// The number of lives; one, if a first life is named. `make test-slow` sets it to 10,000.
+        static let count = number("MESP_LIVES") ?? (first == nil ? 200 : 1)
 
         @Test func livesOfAnApp() async throws {
             Device.gpuIsSimulated = true
             defer { Device.gpuIsSimulated = false }
-            for seed in Self.only.map({ $0..<$0 + 1 }) ?? 0..<Self.count {
+            for seed in 0..<Self.count {
+                let seed = seed + (Self.first ?? 0)
                 let life = try Life(seed: UInt64(seed))
                 // On a busy machine a block may take longer than iOS allows.
                 do { try await BoundaryGate.$secondsToLeave.withValue(60) { try await life.live() } } catch {
