@@ -12,11 +12,22 @@ import MeSPSentences
 /// pieces (`repeating`). A piece begins with confirmed arrays and ends with the one wait that confirms its results. A piece that fails is repeated.
 package enum MLXErrors {
     private struct Work: Sendable {
-        let errors: ErrorBox
+        var errors: ErrorBox
         /// The stream of a GPU; nil on a CPU, which reports errors before a function returns.
         let stream: MLX.Stream?
         let isRepeated: Bool
         let failures: Failures
+        var interruption = Interruption()
+    }
+
+    private final class Interruption: @unchecked Sendable {
+        private let lock = NSLock()
+        private var first: (any Error)?
+
+        var error: (any Error)? {
+            get { lock.withLock { first } }
+            set { lock.withLock { first = first ?? newValue } }
+        }
     }
 
     private final class Failures: @unchecked Sendable {
@@ -60,7 +71,8 @@ package enum MLXErrors {
     package static func separate<R>(_ body: () throws -> R) throws -> R {
         guard let work else { return try body() }
         return try withError { errors in
-            let own = Work(errors: errors, stream: work.stream, isRepeated: work.isRepeated, failures: work.failures)
+            var own = work
+            own.errors = errors
             return try $work.withValue(own, operation: body)
         }
     }
@@ -80,14 +92,25 @@ package enum MLXErrors {
     ///
     /// - Throws: `MLXFailure` if MLX has failed since `collect` or `repeating` began.
     package static func confirm() throws {
-        work?.stream?.synchronize()
+        if !isInterrupted { work?.stream?.synchronize() }
         try check()
     }
 
+    /// Ends the piece of work in progress on a GPU, which then evaluates nothing more and throws `error`. Does nothing on a CPU.
+    ///
+    /// A pause within a block calls it, because the formulas of a block do not throw, and iOS may refuse the GPU to the rest of the block.
+    package static func interrupt(_ error: any Error) {
+        if let work, work.stream != nil, work.isRepeated { work.interruption.error = error }
+    }
+
+    /// Whether the piece of work in progress was interrupted.
+    package static var isInterrupted: Bool { work?.interruption.error != nil }
+
     /// Checks for errors without waiting for the GPU. A GPU may report an error later; see `confirm`.
     ///
-    /// - Throws: `MLXFailure` if MLX has reported an error since `collect` or `repeating` began.
+    /// - Throws: `MLXFailure` if MLX has reported an error since `collect` or `repeating` began; the error of an interruption.
     package static func check() throws {
+        if let error = work?.interruption.error { throw error }
         guard let work, let error = work.errors.firstError else { return }
         // Kernels may still write into the caller's arrays, so the GPU must finish before the arrays are freed.
         if let stream = work.stream { try? withError { stream.synchronize() } }
@@ -113,11 +136,11 @@ package enum MLXErrors {
                 return try collect(stream, isRepeated: true, work.failures) {
                     do {
                         let result = try body()
-                        if confirms { stream.synchronize() }
+                        if confirms { try confirm() }
                         return result
                     } catch let error where !(error is MLXFailure) {
                         // The reason may be garbage of a failed command buffer.
-                        stream.synchronize()
+                        if !isInterrupted { stream.synchronize() }
                         throw error
                     }
                 }
@@ -164,7 +187,7 @@ package enum MLXErrors {
     package static var areLate: Bool { work?.stream != nil }
 
     /// Evaluates `arrays` on a GPU, so that later work does not depend on unevaluated results of repeated work. Does nothing on a CPU.
-    package static func evaluateOnGPU(_ arrays: [MLXArray]) { if areLate { eval(arrays) } }
+    package static func evaluateOnGPU(_ arrays: [MLXArray]) { if areLate, !isInterrupted { eval(arrays) } }
 
     package static func takeFailures() -> [String] { work?.failures.take() ?? [] }
 }
@@ -233,7 +256,7 @@ extension MLXArray {
     ///
     /// - Parameter confirms: false to report only errors that MLX has found already.
     package func compute(confirms: Bool = true) throws {
-        eval()
+        if !MLXErrors.isInterrupted { eval() }
         try confirms ? MLXErrors.confirm() : MLXErrors.check()
     }
 }

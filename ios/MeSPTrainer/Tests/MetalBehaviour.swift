@@ -218,7 +218,7 @@
                 #expect(throws: MLXError.self) {
                     try withError {
                         Device.withDefaultDevice(.cpu) {
-                            eval(vjp({ [$0[0] * $0[0]] }, primals: [a], cotangents: [a]).1)
+                            MLX.eval(vjp({ [$0[0] * $0[0]] }, primals: [a], cotangents: [a]).1)
                         }
                     }
                 }

@@ -482,6 +482,28 @@ import MeSPSentences
             }
         }
 
+        /// A run that ends while it may not use the GPU does no more work on it, also if it ends within a block whose kernels are new.
+        @Test func aRunEndsWithoutTheGPUThatItMayNotUse() throws {
+            let refused = failure(1, .max)
+            var (boundary, isComplete) = (1, false)
+            while !isComplete {
+                try inFolder { output in
+                    var passed = 0
+                    _ = try? run(
+                        output,
+                        atBlock: {
+                            passed += 1
+                            if passed == boundary { beginMetal(refused) }
+                            if passed >= boundary { throw GPUWithdrawn() }
+                        })
+                    isComplete = passed < boundary
+                    if !isComplete { #expect(endMetal().commandBuffers == 0, "boundary \(boundary)") }
+                }
+                boundary += 3
+            }
+            #expect(boundary > 50)
+        }
+
         @Test func aRunThatIsRefusedWaitsForTheFront() throws {
             let (whole, buffers) = try inFolder { output in
                 let (result, report) = withMetal(.init()) { try run(output) }

@@ -209,7 +209,10 @@ package struct CachedModel {
         try withoutActuallyEscaping(atBlock) { atBlock in
             let pause = {
                 guard failure == nil else { return }
-                do { try atBlock() } catch { failure = error }
+                do { try atBlock() } catch {
+                    failure = error
+                    MLXErrors.interrupt(error)
+                }
             }
             for block in 0..<bundle.architecture.numHiddenLayers {
                 try atBlock()

@@ -146,10 +146,17 @@ func readRows<R: Arrays>(_ body: () -> R) -> R {
     }
 }
 
+/// Evaluates arrays, as MLX's function does, unless the piece of work was interrupted (`MLXErrors.interrupt`).
+func eval(_ arrays: [MLXArray]) {
+    if !MLXErrors.isInterrupted { MLX.eval(arrays) }
+}
+
+func eval(_ arrays: MLXArray...) { eval(arrays) }
+
 /// Starts to compute arrays. On a CPU it returns before they are computed, so that the graph of the next part is built meanwhile. On a GPU it waits.
 /// Code that unmaps or trims memory must call `eval` first.
 func submit(_ arrays: [MLXArray]) {
-    guard Device.isCPU else { return eval(arrays) }
+    guard Device.isCPU, !MLXErrors.isInterrupted else { return eval(arrays) }
     Stream.cpu.synchronize()
     asyncEval(arrays)
 }
@@ -163,6 +170,6 @@ func replace(_ rows: Range<Int>, of array: inout MLXArray, by part: MLXArray) {
     array = array[.ellipsis]  // a new object, as other code may refer to the old one
     array[rows] = part
     // The assignment would copy the array while unfinished work reads it.
-    if Device.isCPU { Stream.cpu.synchronize() }
+    if Device.isCPU, !MLXErrors.isInterrupted { Stream.cpu.synchronize() }
     eval(array)
 }

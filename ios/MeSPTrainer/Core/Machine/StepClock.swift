@@ -26,8 +26,10 @@ package final class StepClock {
         do { try atBlock() } catch is CancellationError where hasChanged {}
     }
 
-    /// Waits within a block, if `atBlock` waits. Ignores the errors of `atBlock`; a stop takes effect at the next boundary.
-    func pause() { try? boundary() }
+    /// Waits within a block, if `atBlock` waits. An error of `atBlock` interrupts work on a GPU. On a CPU, a stop takes effect at the next boundary.
+    func pause() {
+        do { try boundary() } catch { MLXErrors.interrupt(error) }
+    }
 
     func repeating<R>(in workspace: Int? = nil, confirms: Bool = true, _ body: () throws -> R) throws -> R {
         try MLXErrors.repeating(confirms: confirms, beforeRetry: boundary) { try withWorkspace(workspace, body) }

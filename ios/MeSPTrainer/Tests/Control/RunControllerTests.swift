@@ -103,7 +103,7 @@ import Testing
         #expect(
             boundaries == 1 + 3 * (method == .mezo ? 3 * layers + 2 : 2 * layers + 1), "the first makes the trainer")
         let paused = try losses("\(method)-paused") {
-            eval(MLXArray.ones([64, 64]).matmul(MLXArray.ones([64, 64])))
+            MLX.eval(MLXArray.ones([64, 64]).matmul(MLXArray.ones([64, 64])))
             Memory.clearCache()
             usleep(1000)
         }

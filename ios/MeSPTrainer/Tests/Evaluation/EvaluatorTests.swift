@@ -20,7 +20,7 @@ import Testing
             let targets = MLXArray(tokens.dropFirst().map { Int32($0) })
             let logs = takeAlong(capped, targets[0..., .newAxis], axis: 1)[0..., 0] - capped.logSumExp(axis: -1)
             let isGreedy = capped.argMax(axis: -1) .== targets
-            eval(logs, isGreedy)
+            MLX.eval(logs, isGreedy)
             return zip(logs.asArray(Float.self), isGreedy.asArray(Bool.self)).map { (Double($0), $1) }
         }
     }

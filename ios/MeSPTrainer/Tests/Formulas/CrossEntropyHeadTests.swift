@@ -18,7 +18,7 @@ import Testing
             machine.vocabularyRows = 8
             let head = CrossEntropyHead(weights: weights, architecture: bundle.architecture, machine: machine)
             let y = y(weights, bundle.architecture).asType(bundle.dtype).expandedDimensions(axis: 0)
-            eval(y)
+            MLX.eval(y)
             return try Machine.$mostWork.withValue(work) { try body(head, y) }
         }
     }
@@ -60,7 +60,7 @@ import Testing
                 var boundaries = 0
                 let (loss, dy) = head.lossAndGradient(y, targets: targets, counted: [0, 2, 3], scale: 0.5) {
                     boundaries += 1
-                    eval(MLXArray.ones([64, 64]).matmul(MLXArray.ones([64, 64])))
+                    MLX.eval(MLXArray.ones([64, 64]).matmul(MLXArray.ones([64, 64])))
                     Memory.clearCache()
                 }
                 let values = dy.asType(.float32).asArray(Float.self)

@@ -208,7 +208,7 @@ import Testing
     @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
         let net = net(keyHeads: 16, valueHeads: 16, keyDim: 64, valueDim: 64)
         let inputs = Inputs(net, length: 128)
-        eval(inputs.qkv, inputs.b, inputs.a, inputs.dy)
+        MLX.eval(inputs.qkv, inputs.b, inputs.a, inputs.dy)
         let before = Memory.activeMemory
         Memory.peakMemory = 0
         var none: GatedDeltaNet.CarriedGradients?

@@ -174,7 +174,7 @@ import Testing
     @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
         let mamba = mamba(heads: 32, groups: 1, headDim: 32, stateSize: 128)
         let inputs = Inputs(mamba, length: 128)
-        eval(inputs.xBC, inputs.dt, inputs.dy)
+        MLX.eval(inputs.xBC, inputs.dt, inputs.dy)
         let before = Memory.activeMemory
         Memory.peakMemory = 0
         let d = mamba.backward(

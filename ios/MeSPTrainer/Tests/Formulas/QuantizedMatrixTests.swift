@@ -14,7 +14,7 @@ import Testing
             return try bundle.withBlock(0) { weights in
                 let w = weights.matrix(.down)
                 let products = [w.apply(x), w.applyTransposed(dy, addedTo: MLXArray.ones(x.shape))]
-                eval(products)
+                MLX.eval(products)
                 return products
             }
         }
@@ -42,11 +42,11 @@ import Testing
             let matrix = QuantizedMatrix(
                 weight: weight, scales: scales.asType(dtype), biases: biases?.asType(dtype),
                 format: try #require(format), processor: .cpu)
-            eval(weight, matrix.scales, matrix.biases ?? scales)
+            MLX.eval(weight, matrix.scales, matrix.biases ?? scales)
             let before = Memory.activeMemory
             Memory.peakMemory = 0
             let taken = matrix.take(indices)
-            eval(taken)
+            MLX.eval(taken)
             let peak = Memory.peakMemory - before
             let expected = dequantized(
                 weight, scales: matrix.scales.asType(.float32), biases: matrix.biases?.asType(.float32),

@@ -29,7 +29,7 @@ import Testing
             let w = weights.matrix("", inputs: architecture.hiddenSize).take(all)
             let logits = matmul(h[(tokens.count - 1)...], w.T)[0]
             let capped = architecture.finalLogitSoftcapping.map { tanh(logits / $0) * $0 } ?? logits
-            eval(capped)
+            MLX.eval(capped)
             return capped
         }
         // The generator sums float32 numbers in another order than the reference.

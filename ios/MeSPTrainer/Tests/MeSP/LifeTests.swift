@@ -56,6 +56,7 @@
 
     @MainActor private final class Life {
         private(set) var story = [String]()
+        private let seed: UInt64
         private var random: FuzzTests.Generator
         private let root = temporaryFolder()
         /// The app's container. It moves at each launch.
@@ -87,7 +88,7 @@
         private static var wholes = [String: Learned]()
 
         init(seed: UInt64) throws {
-            random = .init(state: seed)
+            (self.seed, random) = (seed, .init(state: seed))
             home = root.appendingPathComponent("0")
             (controller, container) = (RunController(monitor: monitor, clock: clock), Container(monitor))
             device = [nil, .cpu, .gpu].randomElement(using: &random) ?? nil
@@ -373,7 +374,7 @@
             guard isRefused else { return }
             isRefused = false
             let uses = endMetal().commandBuffers
-            if uses > 0 { Issue.record("\(story): \(uses) command buffers in the background") }
+            if uses > 0 { Issue.record("Life \(seed): \(story): \(uses) command buffers in the background") }
         }
 
         private var mayTrain: Bool {

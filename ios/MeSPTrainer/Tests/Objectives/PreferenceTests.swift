@@ -109,7 +109,7 @@ import Testing
             try whole.model.saveAdapters(to: folder)
             let file = folder.appendingPathComponent("adapters.safetensors")
             let b = try loadArrays(url: file).filter { $0.key.hasSuffix("lora_b") }
-            eval(Array(b.values))
+            MLX.eval(Array(b.values))
             try save(arrays: b, url: file)
             let trainer = try fixture.trainer(.mesp) {
                 ($0.objective, $0.batchSize, $0.freezeA, $0.adapters) = (.dpo, 2, true, folder.path)

@@ -200,7 +200,7 @@ import Testing
         settings.steps = 50
         // The planner does not count this array, so the process exceeds the memory limit.
         let ballast = MLXArray.ones([4_000_000])
-        eval(ballast)
+        MLX.eval(ballast)
         let sentence = withExtendedLifetime(ballast) { message { try Run.run(settings) } }
         #expect(sentence.contains("more than the memory limit, and no plan takes less memory"), "\(sentence)")
         #expect(try records(output, "event").contains { $0["event"] as? String == "cheaper_plan" })

@@ -304,7 +304,7 @@ import Testing
                 let parts = group.map { (example: $0, weight: 1 / Float(counted.count)) }
                 loss += try trainer.backpropagate(parts) { block, gradient in
                     blocks[block] = blocks[block].map { $0 + gradient } ?? gradient
-                    eval(blocks[block] ?? gradient)
+                    MLX.eval(blocks[block] ?? gradient)
                 }
             }
             return (loss, blocks)
@@ -602,7 +602,7 @@ import Testing
         for step in 0..<steps {
             nearest = (nearest.asType(.float32) - update).asType(.bfloat16)
             random = stochasticallyRounded(random.asType(.float32) - update, key: MLXRandom.key(UInt64(step)))
-            eval(nearest, random)
+            MLX.eval(nearest, random)
         }
         #expect(nearest.asType(.float32).mean().item(Float.self) == 1)
         // After k steps with the update u, the mean of n parameters with the spacing δ = 1/256 has the standard deviation √(k u δ / n) = 7e-5.
