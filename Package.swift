@@ -115,15 +115,28 @@ let package = Package(
     ]
 )
 
-// MeSPTokenizers reads a bundle's tokenizer in apps that ask for it with the trait. Builds with HostMLX do not need it, so they fetch nothing.
+// An app gets these two only by a trait. Builds with HostMLX have neither, so they fetch nothing.
 if !hostMLX {
     package.traits = [
-        .trait(name: "Tokenizers", description: "MeSPTokenizers reads a bundle's tokenizer with swift-transformers.")
+        .trait(name: "MLXLM", description: "MeSPMLXLM uses the tokenizer and the model of an mlx-swift-lm container."),
+        .trait(name: "Tokenizers", description: "MeSPTokenizers reads a bundle's tokenizer with swift-transformers."),
     ]
-    package.dependencies.append(
-        .package(url: "https://github.com/huggingface/swift-transformers", from: "1.3.4"))
-    package.products.append(.library(name: "MeSPTokenizers", targets: ["MeSPTokenizers"]))
-    package.targets.append(
+    package.dependencies += [
+        .package(url: "https://github.com/ml-explore/mlx-swift-lm", .upToNextMinor(from: "3.32.3")),
+        .package(url: "https://github.com/huggingface/swift-transformers", from: "1.3.4"),
+    ]
+    package.products += [
+        .library(name: "MeSPMLXLM", targets: ["MeSPMLXLM"]),
+        .library(name: "MeSPTokenizers", targets: ["MeSPTokenizers"]),
+    ]
+    package.targets += [
+        .target(
+            name: "MeSPMLXLM",
+            dependencies: [
+                "MeSP", mlxModule,
+                .product(name: "MLXLMCommon", package: "mlx-swift-lm", condition: .when(traits: ["MLXLM"])),
+            ],
+            path: "ios/MeSPTrainer/MLXLM"),
         .target(
             name: "MeSPTokenizers",
             dependencies: [
@@ -131,5 +144,6 @@ if !hostMLX {
                 .product(
                     name: "Tokenizers", package: "swift-transformers", condition: .when(traits: ["Tokenizers"])),
             ],
-            path: "ios/MeSPTrainer/Tokenizers"))
+            path: "ios/MeSPTrainer/Tokenizers"),
+    ]
 }

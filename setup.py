@@ -14,8 +14,8 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-# Whole SwiftPM packages, because a manifest does not load if a target is missing. MeSPTokenizers is
-# left out: it is not a target if MESP_HOST_MLX is set.
+# Whole SwiftPM packages, because a manifest does not load if a target is missing. MeSPMLXLM and
+# MeSPTokenizers are left out: they are no targets if MESP_HOST_MLX is set.
 FOLDERS = (
     "ios/HostMLX/Sources",
     "ios/HostMLX/Tests",

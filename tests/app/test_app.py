@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 import phone
 from helpers.paths import ROOT
-from helpers.swift_package import PARTS, RESOURCES, sources, target_info, tool
+from helpers.swift_package import PARTS, RESOURCES, TRAITS, sources, target_info, tool
 from mesp.engine.build import find_engine
 from mesp.runs.log import RunLog
 
@@ -387,8 +387,7 @@ class Compiler:
         self.modules = folder / "modules"
         self.modules.mkdir()
         build = find_engine().parent  # the folder with the compiled module MLX
-        # The trait Tokenizers defines a condition of its name.
-        self.options = ["-D", "Tokenizers", "-I", self.modules, "-I", build / "Modules"]
+        self.options = [*TRAITS, "-I", self.modules, "-I", build / "Modules"]
         self.options += ["-Xcc", f"-fmodule-map-file={build / 'CHostMLX.build/module.modulemap'}"]
 
     def compile(self, name: str, *sources: Path, version: int = 6) -> subprocess.CompletedProcess:
@@ -567,7 +566,7 @@ def short_example(source: Path, page: Path, place: int) -> Path:
 
 def example_beside_mlx_swift_lm(source: Path) -> Path:
     blocks = swift_blocks(ROOT / "docs" / "mlx-swift-lm.md")
-    assert len(blocks) == 5
+    assert len(blocks) == 4
     source.write_text("\n".join(blocks), encoding="utf-8")
     return source
 
@@ -583,7 +582,8 @@ def test_the_examples_that_swift_tests_run_are_those_of_the_articles():
         for block in swift_blocks(article)
         if "import SwiftUI\n" not in block
     ]
-    blocks.append(swift_blocks(ROOT / "docs" / "mlx-swift-lm.md")[1].strip())
+    beside = swift_blocks(ROOT / "docs" / "mlx-swift-lm.md")[0]
+    blocks.append(beside[beside.index("///") :].strip())
     assert [block for block in blocks if block not in run] == []
 
 

@@ -37,6 +37,18 @@ def app_manifest(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return manifest(tmp_path_factory.mktemp("app"), None)
 
 
+def asked_for(manifest: dict, *traits: str) -> set[str]:
+    """The packages that a build with these traits needs."""
+    found = set()
+    for target in manifest["targets"]:
+        for dependency in target["dependencies"]:
+            _, package, _, condition = dependency.get("product", [None] * 4)
+            needed = (condition or {}).get("traits")
+            if package and (not needed or not set(needed).isdisjoint(traits)):
+                found.add(package)
+    return found
+
+
 @pytest.fixture(scope="module")
 def ranges(app_manifest: dict) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """All requirements are ranges of versions, because SwiftPM refuses to use a released package
@@ -45,10 +57,13 @@ def ranges(app_manifest: dict) -> dict[str, tuple[tuple[int, ...], tuple[int, ..
     found = {}
     for dependency in app_manifest["dependencies"]:
         (package,) = dependency["sourceControl"]
+        name = package["identity"]
         (url,) = package["location"]["remote"]
-        assert url["urlString"] == PACKAGES[package["identity"]]["location"]
+        assert url["urlString"] == (PACKAGES | RECORD["beside_this"])[name]["location"]
         (bounds,) = package["requirement"]["range"]
-        found[package["identity"]] = version(bounds["lowerBound"]), version(bounds["upperBound"])
+        found[name] = version(bounds["lowerBound"]), version(bounds["upperBound"])
+    release = found.pop("mlx-swift-lm")[0]
+    assert release == version(RECORD["beside_this"]["mlx-swift-lm"]["release"])
     return found
 
 
@@ -79,8 +94,18 @@ def test_where_the_wheel_has_mlx_no_package_is_fetched(app_manifest: dict, tmp_p
     assert [list(each) for each in here["dependencies"]] == [["fileSystem"]]
     for part in ("products", "targets"):
         names = [{each["name"] for each in read[part]} for read in (app_manifest, here)]
-        assert names[0] - names[1] == {"MeSPTokenizers"}
+        assert names[0] - names[1] == {"MeSPTokenizers", "MeSPMLXLM"}
         assert names[1] - names[0] <= {"Trainer"}, "what the ledger counts, on Linux alone"
+
+
+def test_an_app_gets_another_package_only_by_a_trait(app_manifest: dict, ranges: dict):
+    names = {trait["name"]: trait["enabledTraits"] for trait in app_manifest["traits"]}
+    assert names == {"MLXLM": [], "Tokenizers": []}  # none by default
+    assert asked_for(app_manifest) == {"mlx-swift"}
+    assert (
+        asked_for(app_manifest, "Tokenizers") == {"mlx-swift", "swift-transformers"} == set(ranges)
+    )
+    assert asked_for(app_manifest, "MLXLM") == {"mlx-swift", "mlx-swift-lm"}
 
 
 def test_what_is_required_is_pinned_and_nothing_else(ranges: dict, pins: dict, releases: dict):

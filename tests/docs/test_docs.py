@@ -22,6 +22,7 @@ PLACES = {
     **dict.fromkeys(("docs", "exporter", "ios", "tests", "tools"), ROOT),
     **dict.fromkeys(("Adapters", "App", "AppModel", "Bundle", "Control", "Core"), HOME),
     **dict.fromkeys(("Download", "Engine", "Federation", "MeSP", "SelfCheck", "Tokenizers"), HOME),
+    "MLXLM": HOME,
     "UITests": HOME,
     "mesp": ROOT / "exporter",
 }

@@ -10,9 +10,12 @@ from mesp.engine.build import find_engine
 
 # The package's modules without the prefix `MeSP`, in the order in which they can be compiled.
 PARTS = ("Sentences", "Files", "Bundle", "Import", "Adapters", "Core", "Control", "")
-PARTS += ("Federation", "Download", "SelfCheck", "AppModel", "Tokenizers")
+PARTS += ("Federation", "Download", "SelfCheck", "AppModel", "Tokenizers", "MLXLM")
+# The conditions that the package's traits define.
+TRAITS = ("-DTokenizers", "-DMLXLM")
 STAND_INS = ROOT / "tests" / "app" / "stand_ins"
 RESOURCES = "import Foundation\nextension Bundle { static let module = Bundle.main }\n"
+LIBRARIES = ("MeSP", "MeSPTokenizers", "MeSPMLXLM")
 IMPLICIT = {"Copyable", "Escapable", "SendableMetatype"}
 
 
@@ -51,10 +54,11 @@ def write_symbol_graphs(folder: Path) -> Path:
         command += ["-whole-module-optimization", "-parse-as-library", "-package-name", "mesp"]
         run([*command, "-Xfrontend", "-experimental-skip-all-function-bodies", *files])
 
-    compile("Tokenizers", [STAND_INS / "Tokenizers.swift"], "-swift-version", "5")
+    for name in ("Tokenizers", "MLXNN", "MLXLMCommon"):
+        compile(name, [STAND_INS / f"{name}.swift"], "-swift-version", "5")
     for part in PARTS:
         name = f"MeSP{part}"
-        compile(name, [*sources(part), resources], "-swift-version", "6", "-DTokenizers")
+        compile(name, [*sources(part), resources], "-swift-version", "6", *TRAITS)
         command = [tool("swift-symbolgraph-extract"), "-module-name", name, *common]
         command += ["-minimum-access-level", "public", "-output-dir", graphs]
         run([*command, "-target", target_info()["target"]["triple"]])
@@ -104,7 +108,7 @@ def public_symbols(graphs: Path) -> list[Symbol]:
 def public_api(symbols: list[Symbol]) -> str:
     lines = []
     for each in symbols:
-        if each.module in ("MeSP", "MeSPTokenizers"):
+        if each.module in LIBRARIES:
             conformances = f": {', '.join(each.conformances)}" if each.conformances else ""
             lines.append(f"{each.module}  {'.'.join(each.path)}  {each.declaration}{conformances}")
     return "\n".join(sorted(lines)) + "\n"

@@ -1,4 +1,4 @@
-// The part of mlx-swift-lm’s MLXLMCommon that the example of docs/mlx-swift-lm.md uses, at commit
+// The part of mlx-swift-lm’s MLXLMCommon that MeSPMLXLM and docs/mlx-swift-lm.md use, at commit
 // 14414441fa44f45eee35a61e9fa0bab577cf9734 (22 August 2026).
 
 import Foundation

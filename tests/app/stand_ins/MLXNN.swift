@@ -1,4 +1,4 @@
-// The part of mlx-swift's modules MLX and MLXNN that the example of docs/mlx-swift-lm.md needs beyond HostMLX, at commit
+// The part of mlx-swift's modules MLX and MLXNN that MeSPMLXLM needs beyond HostMLX, at commit
 // 09051ed1986b6f2c69b6fda4e32ca42dd7dcdec3 (13 July 2026).
 
 import MLX

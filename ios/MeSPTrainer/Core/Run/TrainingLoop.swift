@@ -161,7 +161,7 @@ final class TrainingLoop {
         } catch let bad as NotFinite {
             guard settings.skipBadSteps else {
                 throw MeSPError(
-                    "\(bad.what) is not finite in step \(state.step + 1); start again with a lower learning rate, or leave such steps out with skip_bad_steps. The last saved state is kept.",
+                    "\(bad.what) is not finite in step \(state.step + 1); start again with a lower learning rate, or skip bad steps. The last saved state is kept.",
                     .notFinite)
             }
             state.step += 1

@@ -61,6 +61,18 @@ import Testing
         #expect(learned.hasPrefix("Good day") && !before.hasPrefix("Good day"))
     }
 
+    @Test func aLearnerIsTestedWithoutAModel() async throws {
+        let updates = [TrainingUpdate(steps: 2, phase: .preparing), TrainingUpdate(steps: 2, pause: .heat)]
+        let error = FineTuningError(.insufficientDisk(required: 10), "The disk is full.")
+        let learner = Learner(GivenRun(updates, error: error, canContinue: true), adapters: adapters)
+        learner.start([])
+        try await until { !learner.isTraining }
+        #expect(learner.problem == "The disk is full." && learner.update == updates.last && learner.canContinue)
+        learner.resume()
+        try await until { !learner.isTraining }
+        #expect(learner.problem == "The disk is full." && error.kind == .insufficientDisk(required: 10))
+    }
+
     @Test func theLearnerStopsAndGoesOn() async throws {
         let learner = Learner(try await tuner(), adapters: adapters)
         learner.start(conversations, training(steps: 12))

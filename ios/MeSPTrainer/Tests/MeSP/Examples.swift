@@ -36,6 +36,16 @@ func summary(
     return (trained, preview.notices)
 }
 
+/// What `Learner` uses of a fine-tuner. Tests and previews have another tuner, without a model.
+protocol Tuner: AnyObject, Sendable {
+    var canContinueTraining: Bool { get async }
+    var adapters: Adapters { get throws }
+    func train(on conversations: [Conversation], _ options: TrainingOptions) -> TrainingUpdates
+    func continueTraining() -> TrainingUpdates
+}
+
+extension FineTuner: Tuner {}
+
 /// A training run that a view observes.
 @MainActor @Observable final class Learner {
     /// The latest update of the present or last run.
@@ -45,11 +55,11 @@ func summary(
     /// Whether `resume` can continue a run.
     private(set) var canContinue = false
     private var training: Task<Void, Never>?
-    private let tuner: FineTuner
+    private let tuner: any Tuner
     private let adapters: URL
 
     /// Creates a learner that writes the adapters to the folder `adapters` after a run.
-    init(_ tuner: FineTuner, adapters: URL) { (self.tuner, self.adapters) = (tuner, adapters) }
+    init(_ tuner: any Tuner, adapters: URL) { (self.tuner, self.adapters) = (tuner, adapters) }
 
     var isTraining: Bool { training != nil }
 
@@ -71,7 +81,7 @@ func summary(
     /// Ends the run, which saves its adapters.
     func stop() { training?.cancel() }
 
-    private func follow(_ begin: (FineTuner) -> TrainingUpdates) {
+    private func follow(_ begin: (any Tuner) -> TrainingUpdates) {
         guard !isTraining else { return }
         (update, problem, canContinue) = (nil, nil, false)
         let updates = begin(tuner)
@@ -86,6 +96,24 @@ func summary(
             training = nil
         }
     }
+}
+
+/// A tuner for tests and previews, whose run has the given updates and error.
+final class GivenRun: Tuner {
+    let updates: [TrainingUpdate]
+    let error: FineTuningError?
+    let canContinueTraining: Bool
+    let adapters = Adapters(url: .temporaryDirectory)
+
+    init(_ updates: [TrainingUpdate], error: FineTuningError? = nil, canContinue: Bool = false) {
+        (self.updates, self.error, canContinueTraining) = (updates, error, canContinue)
+    }
+
+    func train(on conversations: [Conversation], _ options: TrainingOptions) -> TrainingUpdates {
+        TrainingUpdates(updates, throwing: error)
+    }
+
+    func continueTraining() -> TrainingUpdates { TrainingUpdates(updates, throwing: error) }
 }
 
 /// Answers with the app's own model, even while a run is in progress.

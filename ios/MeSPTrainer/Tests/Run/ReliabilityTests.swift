@@ -139,7 +139,7 @@ import Testing
         (settings.learningRate, settings.saveEvery) = (1e30, 1)
         let sentence = message { try Run.run(settings) }
         #expect(
-            sentence.contains("block") && sentence.contains("step 2") && sentence.contains("skip_bad_steps"),
+            sentence.contains("block") && sentence.contains("step 2") && sentence.contains("skip bad steps"),
             "\(sentence)")
         #expect(try #require(try SavedState.load(from: output, settings)).state.step == 1)
     }
