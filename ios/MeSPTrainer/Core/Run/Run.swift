@@ -95,11 +95,6 @@ package enum Run {
 /// What a run does, between its beginning and its end.
 package enum RunPhase: Sendable { case training, evaluating, saving }
 
-/// Ends work that may not use the GPU again, not even to save.
-package struct GPUWithdrawn: Error {
-    package init() {}
-}
-
 struct RunHooks {
     var report: (LogRecord, Data) throws -> Void = { _, _ in }
     var atBlock: (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in }
