@@ -23,7 +23,8 @@ struct Bytes: TextTokenizer {
     func isSpecial(_ token: Int) -> Bool { token == 0 }
 
     func applyChatTemplate(
-        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
+        options: [String: any Sendable]
     ) throws -> [Int] {
         var text = try (tools ?? []).map { "tool: \(try json($0))\n" }.joined()
         for message in messages {

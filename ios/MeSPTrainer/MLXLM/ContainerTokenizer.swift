@@ -32,13 +32,6 @@
         }
 
         func applyChatTemplate(
-            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
-        ) throws -> [Int] {
-            try applyChatTemplate(
-                messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt, options: [:])
-        }
-
-        func applyChatTemplate(
             messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
             options: [String: any Sendable]
         ) throws -> [Int] {

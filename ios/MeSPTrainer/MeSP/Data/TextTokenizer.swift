@@ -1,9 +1,7 @@
-import MeSPSentences
-
 /// A tokenizer. It turns text into token ids and back. Token ids are indices into the model's vocabulary, from 0.
 ///
-/// The library `MeSPTokenizers` has a tokenizer for the files in a bundle, based on swift-transformers. An app with mlx-swift-lm can adapt the
-/// tokenizer of mlx-swift-lm.
+/// The library `MeSPTokenizers` has a tokenizer for the files in a bundle, based on swift-transformers. `MeSPMLXLM` takes that of an mlx-swift-lm
+/// container.
 public protocol TextTokenizer: Sendable {
     /// The id of the begin-of-text token; nil if the model has none.
     var beginOfText: Int? { get }
@@ -28,39 +26,11 @@ public protocol TextTokenizer: Sendable {
     ///     `Optional`.
     ///   - tools: the definitions of tools; nil if there are none.
     ///   - addsGenerationPrompt: whether to add the opening of an answer after the last message.
+    ///   - options: variables for the template, such as `enable_thinking`.
     /// - Returns: the token ids.
-    /// - Throws: an error if the template refuses the conversation.
-    func applyChatTemplate(
-        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
-    ) throws -> [Int]
-    /// Encodes a conversation with the model's chat template and variables for it, such as `enable_thinking`.
-    ///
-    /// MeSP calls this function. The default implementation calls ``applyChatTemplate(messages:tools:addsGenerationPrompt:)``, and throws an error if
-    /// there are variables.
-    ///
-    /// - Parameters:
-    ///   - messages: each with its role and content.
-    ///   - tools: the tools that an answer can call, or nil.
-    ///   - addsGenerationPrompt: whether to add the opening of an answer after the last message.
-    ///   - options: the variables, with values as in `messages`.
-    /// - Returns: the token ids.
-    /// - Throws: an error if the template refuses the conversation.
+    /// - Throws: an error if the template refuses the conversation or a variable.
     func applyChatTemplate(
         messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
         options: [String: any Sendable]
     ) throws -> [Int]
-}
-
-extension TextTokenizer {
-    public func applyChatTemplate(
-        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
-        options: [String: any Sendable]
-    ) throws -> [Int] {
-        guard options.isEmpty else {
-            throw MeSPError(
-                "the tokenizer takes no variables for the chat template, and the model was trained with some; implement applyChatTemplate(messages:tools:addsGenerationPrompt:options:)."
-            )
-        }
-        return try applyChatTemplate(messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt)
-    }
 }

@@ -31,11 +31,11 @@ struct TrainedTokenizer: TextTokenizer {
     func decode(_ tokens: [Int]) -> String { tokenizer.decode(tokens) }
     func isSpecial(_ token: Int) -> Bool { tokenizer.isSpecial(token) }
     func applyChatTemplate(
-        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
+        options: [String: any Sendable]
     ) throws -> [Int] {
         try tokenizer.applyChatTemplate(
-            messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt,
-            options: options.mapValues { try $0.templateValue() })
+            messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt, options: options)
     }
 
     /// Returns the variables for a conversation, which must have none or the bundle's.

@@ -174,9 +174,11 @@ import Testing
             bytes.encode(text, addsSpecialTokens: addsSpecialTokens)
         }
         func applyChatTemplate(
-            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
+            options: [String: any Sendable]
         ) -> [Int] {
-            bytes.applyChatTemplate(messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt)
+            bytes.applyChatTemplate(
+                messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt, options: options)
         }
         func isSpecial(_ token: Int) -> Bool { bytes.isSpecial(token) }
         func decode(_ tokens: [Int]) -> String {

@@ -33,7 +33,8 @@ import Testing
         func decode(_ tokens: [Int]) -> String { tokens.map(String.init).joined(separator: " ") }
         func isSpecial(_ token: Int) -> Bool { false }
         func applyChatTemplate(
-            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
+            options: [String: any Sendable]
         ) -> [Int] { [] }
     }
 
@@ -74,7 +75,8 @@ import Testing
         func decode(_ tokens: [Int]) -> String { tokens.map(String.init).joined(separator: " ") }
         func isSpecial(_ token: Int) -> Bool { false }
         func applyChatTemplate(
-            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
+            options: [String: any Sendable]
         ) throws -> [Int] {
             let messages = Said.read(messages)
             lock.withLock { all.append(messages) }

@@ -183,11 +183,12 @@ import Testing
         func decode(_ tokens: [Int]) -> String { bytes.decode(tokens) }
         func isSpecial(_ token: Int) -> Bool { bytes.isSpecial(token) }
         func applyChatTemplate(
-            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
+            options: [String: any Sendable]
         ) throws -> [Int] {
             #expect(!Thread.isMainThread)
             return try bytes.applyChatTemplate(
-                messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt)
+                messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt, options: options)
         }
     }
 

@@ -17,7 +17,8 @@ struct ByteTokenizer: TextTokenizer {
     func decode(_ tokens: [Int]) -> String { String(decoding: tokens.map { UInt8($0 % 256) }, as: UTF8.self) }
     func isSpecial(_ token: Int) -> Bool { token == beginOfText || token == endOfText }
     func applyChatTemplate(
-        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
+        options: [String: any Sendable]
     ) -> [Int] {
         let messages = Said.read(messages)
         let question = messages.lastIndex { $0.role == "user" } ?? messages.count

@@ -117,13 +117,6 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
     }
 
     func applyChatTemplate(
-        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
-    ) throws -> [Int] {
-        try applyChatTemplate(
-            messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt, options: [:])
-    }
-
-    func applyChatTemplate(
         messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
         options: [String: any Sendable]
     ) throws -> [Int] {

@@ -49,7 +49,8 @@ struct TemplateTokenizer: TextTokenizer {
     }
 
     func applyChatTemplate(
-        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
+        options: [String: any Sendable]
     ) throws -> [Int] {
         guard let template else { throw MeSPError("There is no template.") }
         let text = template(Said.read(messages), addsGenerationPrompt)

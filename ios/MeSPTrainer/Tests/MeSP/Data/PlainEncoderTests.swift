@@ -88,10 +88,11 @@ import Testing
         func decode(_ tokens: [Int]) -> String { chatML.decode(tokens) }
         func isSpecial(_ token: Int) -> Bool { chatML.isSpecial(token) }
         func applyChatTemplate(
-            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
+            options: [String: any Sendable]
         ) throws -> [Int] {
             try chatML.applyChatTemplate(
-                messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt)
+                messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt, options: options)
         }
     }
 

@@ -24,13 +24,6 @@ private struct WholeTemplate: TextTokenizer {
     func isSpecial(_ token: Int) -> Bool { bytes.isSpecial(token) }
 
     func applyChatTemplate(
-        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
-    ) throws -> [Int] {
-        try applyChatTemplate(
-            messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt, options: [:])
-    }
-
-    func applyChatTemplate(
         messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
         options: [String: any Sendable]
     ) throws -> [Int] {
@@ -193,9 +186,6 @@ private struct WholeTemplate: TextTokenizer {
         let tokenizer = WholeTemplate().asTrained(folder)
         let prompt = try tokenizer.encode(prompt: Conversation([.user("a")]))
         #expect(tokenizer.decode(prompt).hasPrefix("[mode \"fast\"]"))
-        #expect(
-            message { _ = try ByteTokenizer().asTrained(folder).encode(prompt: Conversation([.user("a")])) }.contains(
-                "takes no variables for the chat template"))
         try FileManager.default.removeItem(at: manifest)
         let record = { (options: String) in #"{"prompt": "a", "completion": "b", "chat_template_kwargs": \#(options)}"#
         }
