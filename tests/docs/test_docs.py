@@ -14,6 +14,7 @@ from helpers.paths import ROOT
 HOME = ROOT / "ios" / "MeSPTrainer"
 PAGES = [
     *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"),
+    *(ROOT / "SECURITY.md", ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md"),
     *(ROOT / "tools" / "README.md", ROOT / "tools" / "studies" / "README.md"),
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(HOME.rglob("*.docc/*.md")),
