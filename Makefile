@@ -11,7 +11,7 @@
 # make check-gpu  measures costs, exact gradients and peaks of this machine
 # make first-hour  measures this machine, and packs one file to send back (docs/first-hour.md)
 # make dist    writes to dist/ the sdist, a wheel that builds the engine where it is used, and one for this platform that carries it
-# make generated  writes the files in Swift that say what Python declares
+# make generated  writes the files in Swift that say what Python declares, and the repository's address into the pages
 # make setup   makes .venv with everything the others need (each calls it)
 # make lock    resolves the versions that CI and the image install
 

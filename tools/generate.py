@@ -4,6 +4,7 @@ import json
 import math
 import re
 import textwrap
+import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -25,6 +26,8 @@ from mesp.source_model import copied_files, safetensors
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON, SWIFT = ROOT / "exporter" / "mesp", ROOT / "ios" / "MeSPTrainer"
 WIDTH = 120
+# Stands in the pages for the repository's address, until pyproject.toml has it as `Source`.
+NO_ADDRESS = "<this repository>"
 
 # Settings whose Swift type is not the one in `KINDS`.
 TYPES = {
@@ -381,8 +384,22 @@ def write_never_content() -> str:
     )
 
 
+def write_pages() -> dict[Path, str]:
+    """Returns the pages that name the repository, with its address if pyproject.toml has it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    address = project["urls"].get("Source", NO_ADDRESS)
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    texts = {page: page.read_text("utf-8") for page in pages}
+    return {
+        page: text.replace(NO_ADDRESS, address)
+        for page, text in texts.items()
+        if NO_ADDRESS in text
+    }
+
+
 def write_all() -> dict[Path, str]:
     return {
+        **write_pages(),
         SWIFT / "Core" / "Run" / "RunSettings.swift": write_settings(),
         SWIFT / "Files" / "Bounds.swift": write_bounds(),
         SWIFT / "Bundle" / "BundleConstants.swift": write_bundle_constants(),
@@ -396,7 +413,7 @@ def write_all() -> dict[Path, str]:
 
 @click.command()
 def main() -> None:
-    """Write the Swift files that are generated from declarations in Python."""
+    """Write what is generated: Swift files, and the repository's address in the pages."""
     for path, text in write_all().items():
         path.write_text(text, "utf-8")
         click.echo(path.relative_to(ROOT))

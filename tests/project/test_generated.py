@@ -23,6 +23,19 @@ def test_what_is_checked_in_is_what_is_generated(path: Path):
     assert path.read_text("utf-8") == generate.write_all()[path], said
 
 
+def test_pages_get_the_repositorys_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    project = tmp_path / "pyproject.toml"
+    project.write_text('[project.urls]\nPaper = "https://example.org"\n', "utf-8")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("none", "utf-8")
+    page = tmp_path / "README.md"
+    page.write_text("git clone <this repository> mesp", "utf-8")
+    assert generate.write_pages() == {page: page.read_text("utf-8")}
+    project.write_text('[project.urls]\nSource = "https://example.org/mesp"\n', "utf-8")
+    assert generate.write_pages() == {page: "git clone https://example.org/mesp mesp"}
+
+
 def changed(name: str, monkeypatch: pytest.MonkeyPatch, **others: object) -> str:
     (declared,) = [each for each in dataclasses.fields(TrainSettings) if each.name == name]
     default = others.pop("default", declared.default)

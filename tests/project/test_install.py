@@ -55,7 +55,7 @@ def test_the_dockerfile_has_no_known_fault():
 def test_the_image_is_that_of_the_tests():
     image = re.search(r"^FROM (\S+)", DOCKERFILE.read_text(encoding="utf-8"), re.M)[1]
     assert re.fullmatch(r"swift:[\w.-]+@sha256:[0-9a-f]{64}", image)
-    for workflow in ("ci", "nightly"):
+    for workflow in ("ci", "nightly", "release"):
         text = (ROOT / ".github" / "workflows" / f"{workflow}.yml").read_text(encoding="utf-8")
         assert re.findall(r"container: (\S+)", text) == [image]
 

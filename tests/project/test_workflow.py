@@ -20,6 +20,7 @@ from mesp.models.families import FAMILIES
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 CI = ROOT / ".github" / "workflows" / "ci.yml"
+RELEASE = ROOT / ".github" / "workflows" / "release.yml"
 LOCK = ROOT / ".ci" / "requirements.txt"
 IMAGE = ROOT / ".ci" / "image.txt"
 each_workflow = pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
@@ -36,9 +37,23 @@ def commands(workflow: Path) -> str:
     return "\n".join([*variables, *(step.get("run", "") for step in steps(workflow))])
 
 
-def test_the_schema_takes_them():
-    command = [sys.executable, "-m", "check_jsonschema"]
-    command += ["--builtin-schema", "vendor.github-workflows", *map(str, WORKFLOWS)]
+@pytest.mark.parametrize(
+    ("schema", "files"),
+    [
+        ("github-workflows", ".github/workflows/*.yml"),
+        ("dependabot", ".github/dependabot.yml"),
+        ("github-issue-forms", ".github/ISSUE_TEMPLATE/[!c]*.yml"),
+        ("github-issue-config", ".github/ISSUE_TEMPLATE/config.yml"),
+        ("citation-file-format", "CITATION.cff"),
+    ],
+)
+def test_the_schema_takes_them(schema: str, files: str):
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
+    found = sorted(ROOT.glob(files))
+    assert found
+    if schema == "citation-file-format":
+        command += ["--default-filetype", "yaml"]
+    command += map(str, found)
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -51,6 +66,38 @@ def test_actions_are_named_by_their_commits(workflow: Path):
         assert not action or re.fullmatch("[0-9a-f]{40}", commit), action
         if action == "actions/checkout":
             assert step["with"]["persist-credentials"] is False
+
+
+@each_workflow
+def test_only_the_job_that_publishes_may_write(workflow: Path):
+    content = yaml.safe_load(workflow.read_text(encoding="utf-8"))
+    assert content["permissions"] == {"contents": "read"}
+    granted = {name for name, job in content["jobs"].items() if "permissions" in job}
+    assert granted == ({"publish"} if workflow == RELEASE else set())
+
+
+def test_a_release_is_tested_and_only_a_tag_publishes_it():
+    content = yaml.safe_load(RELEASE.read_text(encoding="utf-8"))
+    assert content[True] == {"push": {"tags": ["v*"]}, "workflow_dispatch": None}  # YAML's `on`
+    jobs = content["jobs"]
+    publish = jobs.pop("publish")
+    assert publish["if"] == "github.event_name == 'push'"
+    assert sorted(publish["needs"]) == sorted(jobs) and publish["environment"] == "release"
+    made = []
+    for name, job in jobs.items():
+        run = [step.get("run", "") for step in job["steps"]]
+        path = job["steps"][-1]["with"]["path"]
+        if name != "notes":
+            assert run.index("make dist") < run.index(
+                ".venv/bin/python -m pytest -q -m wheel tests/project"
+            )
+            rows = job.get("strategy", {"matrix": {"include": [{"packages": path}]}})
+            made += [row["packages"] for row in rows["matrix"]["include"]]
+    assert made == ["dist/*", "dist/*-none-manylinux*.whl", "dist/*-none-macosx*.whl"]
+    # A password or token for PyPI is nowhere: its trusted publisher knows the job.
+    assert "secrets." not in RELEASE.read_text(encoding="utf-8")
+    used = [step["uses"].partition("@")[0] for step in publish["steps"] if "uses" in step]
+    assert used[-2:] == ["actions/attest-build-provenance", "pypa/gh-action-pypi-publish"]
 
 
 @each_workflow
