@@ -14,7 +14,9 @@ _QUOTES = '"""'
 
 
 def write_modelfile(folder: Path, gguf: str, bundle: Bundle) -> None:
-    """The Modelfile contains the licence and the texts at which answers in the bundle's data end."""
+    """The Modelfile contains the licence and the texts at which answers in the bundle's
+    data end.
+    """
     lines = [f"FROM ./{gguf}"]
     lines += [f"PARAMETER stop {_quoted(text)}" for text in _ends(bundle)]
     lines += [f"LICENSE {_quoted(text)}" for text in _terms(folder, bundle)]

@@ -103,7 +103,9 @@ def resume_command(job: TrainingJob) -> str:
 
 
 def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
-    """With the device gpu, also prints a step's work on a phone's GPU if mesp-count can count it."""
+    """With the device gpu, also prints a step's work on a phone's GPU if mesp-count can
+    count it.
+    """
     engine, settings = find_engine(), job.to_json()
     click.echo(describe_plan(plan))
     click.echo(describe_optimizers(engine, settings))

@@ -111,7 +111,9 @@ def begin_of_text(tokenizer: Any) -> int | None:
 
 
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
-    """Cuts a long text at starts of lines. Encoding the whole text at once would take much memory."""
+    """Cuts a long text at starts of lines. Encoding the whole text at once would take much
+    memory.
+    """
     start = 0
     while start < len(text):
         cut = re.compile(r"\n(?= ?\S)").search(text, start + size)

@@ -42,7 +42,9 @@ class Model:
 
 
 def dequantize(weights: Weights, name: str, in_size: int) -> mx.array:
-    """Returns W [out, in], float32, from `name`weight, `name`scales and, if present, `name`biases."""
+    """Returns W [out, in], float32, from `name`weight, `name`scales and, if present,
+    `name`biases.
+    """
     quantization = Quantization.of(weights, name, in_size)
     packed, scales, *biases = (weights[name + part] for part in quantization.parts)
     if biases:
