@@ -51,7 +51,7 @@ let package = Package(
             name: "MeSPCore", dependencies: ["MeSPAdapters", "MeSPBundle", "MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Core"),
         .target(
-            name: "MeSPControl", dependencies: ["MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
+            name: "MeSPControl", dependencies: ["MeSPBundle", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Control"),
         .target(
             name: "MeSP",

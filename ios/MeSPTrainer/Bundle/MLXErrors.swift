@@ -137,9 +137,11 @@ package enum MLXErrors {
                         let result = try body()
                         if confirms { try confirm() }
                         return result
-                    } catch let error where !(error is MLXFailure) {
+                    } catch let error where error is MLXFailure || error is CancellationError || error is GPUWithdrawn {
+                        throw error
+                    } catch {
                         // The reason may be garbage of a failed command buffer.
-                        if !isInterrupted { stream.synchronize() }
+                        stream.synchronize()
                         throw error
                     }
                 }
@@ -189,6 +191,11 @@ package enum MLXErrors {
     package static func evaluateOnGPU(_ arrays: [MLXArray]) { if areLate, !isInterrupted { eval(arrays) } }
 
     package static func takeFailures() -> [String] { work?.failures.take() ?? [] }
+}
+
+/// Ends work that may not use the GPU again, not even to save.
+package struct GPUWithdrawn: Error {
+    package init() {}
 }
 
 package struct MLXFailure: SentenceError {

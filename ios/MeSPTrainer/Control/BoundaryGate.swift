@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPBundle
 import MeSPCore
 
 /// A gate between blocks. A thread that works block by block waits at the gate while there is a reason to pause.
@@ -111,12 +112,12 @@ package final class BoundaryGate: @unchecked Sendable {
 
     /// Runs `body` on the thread for work with MLX. `body` calls `pass` before its first work with MLX, and at each boundary.
     package func start<Message: Sendable>(
-        _ name: String, sending: Message.Type,
+        _ name: String, sending: Message.Type, isUrgent: Bool = true,
         _ body: @escaping @Sendable (_ send: @escaping @Sendable (Message) -> Void) throws -> Void
     ) -> AsyncThrowingStream<Message, any Error> {
         condition.withLock { isAtRest = false }
         let (messages, sender) = AsyncThrowingStream.makeStream(of: Message.self)
-        MLXWork.start(name) { [self] in
+        MLXWork.start(name, isUrgent: isUrgent) { [self] in
             do {
                 try body { sender.yield($0) }
                 sender.finish()

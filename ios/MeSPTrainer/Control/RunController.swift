@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 import MeSPCore
 import MeSPFiles
 import MeSPSentences
@@ -105,7 +106,7 @@ import Observation
         let (gate, beside) = (BoundaryGate(), memoryFootprint())
         (self.gate, besideBytes, blocksAtLastStep) = (gate, beside, 0)
         update()
-        let messages = gate.start("training", sending: Message.self) { send in
+        let messages = gate.start("training", sending: Message.self, isUrgent: grant != .overnight) { send in
             if settings.resume, let past = try? LogSummary(folder: URL(fileURLWithPath: settings.output)) {
                 send(.past(past))
             }

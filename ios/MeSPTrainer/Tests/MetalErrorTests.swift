@@ -467,26 +467,35 @@ import MeSPSentences
             }
         }
 
-        /// A run that ends while it may not use the GPU does no more work on it, also if it ends within a block whose kernels are new.
-        @Test func aRunEndsWithoutTheGPUThatItMayNotUse() throws {
+        /// Work that ends while it may not use the GPU does no more on it, also if it ends within a block whose kernels are new.
+        @Test func workEndsWithoutTheGPUThatItMayNotUse() throws {
+            let bundle = try Fixture(Self.plain[0], "gradients").bundle
+            try end("run", by: GPUWithdrawn()) { atBlock in try inFolder { _ = try run($0, atBlock: atBlock) } }
+            try end("text", by: CancellationError()) {
+                try Generator(bundle).generate(request(0, 4), atBlock: $0) { _ in }
+            }
+            try end("scores", by: CancellationError()) {
+                _ = try Evaluator(bundle).scores(of: [[4, 5], [6]], after: [1, 2, 3], atBlock: $0)
+            }
+        }
+
+        private func end(
+            _ name: String, by error: any Error, _ work: (_ atBlock: @escaping () throws -> Void) throws -> Void
+        ) throws {
             let refused = failure(1, .max)
             var (boundary, isComplete) = (1, false)
             while !isComplete {
-                try inFolder { output in
-                    var passed = 0
-                    _ = try? run(
-                        output,
-                        atBlock: {
-                            passed += 1
-                            if passed == boundary { beginMetal(refused) }
-                            if passed >= boundary { throw GPUWithdrawn() }
-                        })
-                    isComplete = passed < boundary
-                    if !isComplete { #expect(endMetal().commandBuffers == 0, "boundary \(boundary)") }
+                var passed = 0
+                try? work {
+                    passed += 1
+                    if passed == boundary { beginMetal(refused) }
+                    if passed >= boundary { throw error }
                 }
+                isComplete = passed < boundary
+                if !isComplete { #expect(endMetal().commandBuffers == 0, "\(name), boundary \(boundary)") }
                 boundary += 3
             }
-            #expect(boundary > 50)
+            #expect(boundary > 10, "\(name)")
         }
 
         @Test func aRunThatIsRefusedWaitsForTheFront() throws {

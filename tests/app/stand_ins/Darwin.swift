@@ -29,6 +29,12 @@ public func task_info(
     _ count: UnsafeMutablePointer<mach_msg_type_number_t>!
 ) -> kern_return_t { 0 }
 
+// pthread/qos.h, sys/qos.h
+public struct qos_class_t: Sendable {}
+public let QOS_CLASS_USER_INITIATED = qos_class_t()
+public let QOS_CLASS_UTILITY = qos_class_t()
+@discardableResult public func pthread_set_qos_class_self_np(_ qos: qos_class_t, _ priority: Int32) -> Int32 { 0 }
+
 // sys/stat.h
 extension stat { public var st_mtimespec: timespec { st_mtim } }
 

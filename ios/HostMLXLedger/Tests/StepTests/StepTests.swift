@@ -179,7 +179,7 @@ final class StepTests {
             let matrix = QuantizedMatrix(
                 weight: words, scales: scales, biases: scales, format: format, processor: .gpu)
             let dx = matrix.applyTransposed(MLXArray.zeros([rows, 1024]), addedTo: nil)
-            eval(dx)
+            MLX.eval(dx)
             #expect(dx.shape == [rows, columns])
         }
         // Three kernels fill arrays with zeros and one multiplies. Below four rows, one more adds the parts of the product.

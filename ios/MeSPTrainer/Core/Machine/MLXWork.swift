@@ -26,38 +26,50 @@ package enum MLXWork {
 
     /// Runs `body` on the thread for work on MLX, after the work that was added before. All work shares one thread, as MLX never frees some of a
     /// thread's data.
-    package static func start(_ name: String, _ body: @escaping @Sendable () -> Void) { thread.add(name, body) }
+    ///
+    /// - Parameter isUrgent: false lets an Apple device save energy, as a run at night does.
+    package static func start(_ name: String, isUrgent: Bool = true, _ body: @escaping @Sendable () -> Void) {
+        thread.add(.init(name: name, isUrgent: isUrgent, body: body))
+    }
 }
 
 private final class WorkThread: @unchecked Sendable {
+    struct Work {
+        let name: String
+        let isUrgent: Bool
+        let body: @Sendable () -> Void
+    }
+
     private let condition = NSCondition()
-    private var waiting = [(name: String, body: @Sendable () -> Void)]()
+    private var waiting = [Work]()
 
     init() {
         let thread = Thread { [self] in while true { work() } }
         // MLX walks deep graphs recursively, which takes a large stack.
         thread.stackSize = 16 << 20
-        thread.qualityOfService = .userInitiated
         thread.start()
     }
 
-    func add(_ name: String, _ body: @escaping @Sendable () -> Void) {
+    func add(_ work: Work) {
         condition.withLock {
-            waiting.append((name, body))
+            waiting.append(work)
             condition.signal()
         }
     }
 
     private func work() {
-        let (name, body) = condition.withLock {
+        let work = condition.withLock {
             while waiting.isEmpty { condition.wait() }
             return waiting.removeFirst()
         }
-        Thread.current.name = name
+        Thread.current.name = work.name
+        #if canImport(Darwin)
+            pthread_set_qos_class_self_np(work.isUrgent ? QOS_CLASS_USER_INITIATED : QOS_CLASS_UTILITY, 0)
+        #endif
         #if canImport(ObjectiveC)
-            autoreleasepool(invoking: body)
+            autoreleasepool(invoking: work.body)
         #else
-            body()
+            work.body()
         #endif
     }
 }

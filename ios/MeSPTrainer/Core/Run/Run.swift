@@ -93,11 +93,6 @@ package enum Run {
 
 package enum RunPhase: Sendable { case training, evaluating, saving }
 
-/// Ends work that may not use the GPU again, not even to save.
-package struct GPUWithdrawn: Error {
-    package init() {}
-}
-
 struct RunHooks {
     var report: (LogRecord, Data) throws -> Void = { _, _ in }
     var atBlock: (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in }

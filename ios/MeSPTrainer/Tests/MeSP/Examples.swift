@@ -201,6 +201,7 @@ func answers(
     private let model: any AdaptableModel
     private let folder: URL
     private var loaded = 0
+    private var isStopped = false
 
     /// - Parameter folder: the folder for the versions of the adapters: `1`, `2` and so on.
     init(_ tuner: FineTuner, of model: any AdaptableModel, folder: URL) {
@@ -211,9 +212,10 @@ func answers(
     ///
     /// - Returns: whether the run is complete. It is not if `stop` has ended it.
     func learn(from conversations: [Conversation], _ options: TrainingOptions) async throws -> Bool {
-        let updates =
-            await tuner.canContinueTraining
-            ? tuner.continueTraining() : tuner.train(on: conversations, options)
+        isStopped = false
+        let continues = await tuner.canContinueTraining
+        guard !isStopped else { return false }
+        let updates = continues ? tuner.continueTraining() : tuner.train(on: conversations, options)
         for try await _ in updates {}
         try await keep()
         return await !tuner.canContinueTraining
@@ -229,7 +231,10 @@ func answers(
     }
 
     /// Ends the run, which can be continued later. Call it when a background task expires.
-    func stop() async { await tuner.stop() }
+    func stop() async {
+        isStopped = true
+        await tuner.stop()
+    }
 
     /// Loads the newest version. Call it when the app is in front, because loading uses the GPU.
     func refresh() async throws {
