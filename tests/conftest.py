@@ -69,9 +69,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle of the demo model with sequences of 64 tokens. All other options have their
-    defaults. Tests must not change the bundle.
-    """
     out = tmp_path_factory.mktemp("demo") / "demo.mesp"
     call("export", "--model", "demo", "--out", out, "--seq-len", 64)
     return out
@@ -119,7 +116,6 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def phones(tmp_path: Path) -> Phones:
-    """Returns an empty set of simulated phones."""
     return Phones(tmp_path)
 
 
@@ -130,9 +126,6 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def clock_set_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Returns an environment in which helpers/clock.c makes the date and time of a process run
-    backwards.
-    """
     return os.environ | {"LD_PRELOAD": str(_library("clock", tmp_path_factory))}
 
 

@@ -308,7 +308,6 @@ def test_configurations(tmp_path: Path, data: st.DataObject):
 
 @given(data=st.data())
 def test_functions(bundle: Path, tmp_path: Path, data: st.DataObject):
-    """An access outside of an array may crash this process."""
     original = data.draw(st.sampled_from(sorted(bundle.glob("*.mlxfn")))).read_bytes()
     file = data.draw(damaged(original) | overwritten(original))
     path = tmp_path / "function.mlxfn"
@@ -387,7 +386,6 @@ def test_indices_of_weights(tmp_path: Path, data: st.DataObject):
 
 @given(data=st.data())
 def test_settings_of_runs(tmp_path: Path, data: st.DataObject):
-    """A run continues with the settings in its folder, which may come from a stranger."""
     options = {option.name: option.default for option in train.params if option.expose_value}
     recorded = {n: v for n, v in options.items() if isinstance(v, bool | int | float | str | None)}
     recorded |= {"bundle": "b", "steps": 3, "seq_len": 8, "projections": ["q", "v"]}

@@ -182,7 +182,6 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 def kill_at_random(
     generator: random.Random, process: subprocess.Popen, duration: float, output: Path
 ) -> None:
-    """Kills a process at a random time or, one time in four, as soon as it begins to save."""
     if generator.random() < 0.25:
         deadline = time.monotonic() + generator.uniform(0.2, 1) * duration
         while process.poll() is None and time.monotonic() < deadline:
@@ -461,7 +460,6 @@ def test_a_disk_that_becomes_full_leaves_the_last_state(
 def test_a_run_goes_on_from_whichever_call_failed(
     settings: dict, faults: Path, tmp_path: Path, kind: str
 ):
-    """A run can be continued after a failure at a system call that writes to its folder."""
     steps = settings | {"steps": 3, "eval_every": 0, "save_every": 1}
 
     def environment(engine: Engine, **more: object) -> dict[str, str]:
@@ -603,7 +601,6 @@ def test_a_file_that_changes_in_use_is_one_sentence(
 
 
 def test_a_lost_page_is_one_sentence(settings: dict, tmp_path: Path):
-    """SIGBUS reports an unreadable page of a mapped file."""
     engine = Engine(tmp_path, settings, save_every=1, steps=100_000)
     process = engine.start()
     engine.wait_for_step(process, 2)

@@ -122,7 +122,6 @@ def test_a_tokenizer_that_is_not_in_order_is_a_sentence(
 
 @pytest.mark.parametrize("entries", [{"num_hidden_layers": 1 << 65}, {"num_labels": 1 << 40}])
 def test_a_tokenizer_takes_no_memory_by_the_sizes_of_its_model(bundle: Path, entries: dict):
-    """The sizes in this file cost no memory."""
     change(bundle / "config.json", **entries)
     list_again(bundle)
     arguments = command("generate", bundle, "--prompt", "a", "--max-tokens", 1)
@@ -564,7 +563,6 @@ def test_settings_of_other_types_are_refused(bundle: Path, tmp_path: Path, value
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=str)
 @pytest.mark.parametrize("file", ["settings.json", "config.yaml"])
 def test_a_file_names_no_code_to_run(bundle: Path, tmp_path: Path, file: str, options: tuple):
-    """A reward function is not accepted from a file."""
     harm, output, code = tmp_path / "harm", tmp_path / "runs" / "one", "runs.one.notes:go"
     output.mkdir(parents=True)
     (output / "notes.py").write_text(f"import pathlib; pathlib.Path({str(harm)!r}).touch()")
@@ -583,7 +581,6 @@ def test_a_file_names_no_code_to_run(bundle: Path, tmp_path: Path, file: str, op
 
 
 def test_a_resumed_run_reads_no_text_that_its_settings_name(bundle: Path, tmp_path: Path):
-    """A resumed run uses the general text's tokens from its folder."""
     output, secret = tmp_path / "run", tmp_path / "secret"
     secret.write_text(TEXT)
     options = ("--steps", 1, "--seq-len", 8, "--max-forgetting", 3, "--out", output)
@@ -671,7 +668,6 @@ def test_sentences_do_not_control_a_terminal(bundle: Path):
 def test_a_manifest_says_of_its_model_what_can_be_shown(
     bundle: Path, tmp_path: Path, entries: dict
 ):
-    """Texts that may be shown must be printable."""
     change(bundle / "manifest.json", **entries)
     said = refused("export", "--from", bundle, "--out", tmp_path / "out.mesp")
     assert "manifest.json is damaged" in said

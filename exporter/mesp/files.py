@@ -104,8 +104,6 @@ def _no_number(name: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses aliases."""
-
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
@@ -181,13 +179,11 @@ def root_of(folder: Path) -> Path:
 
 
 def remove_link(path: Path) -> None:
-    """Removes a symbolic link. Leaves any other file."""
     if path.is_symlink():
         path.unlink()
 
 
 def create(path: Path) -> BinaryIO:
-    """Opens a new file for writing, after removing any file or link at `path`."""
     path.unlink(missing_ok=True)
     return open(path, "xb")
 
@@ -214,7 +210,6 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flushes a file's data, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:

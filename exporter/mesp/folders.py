@@ -97,7 +97,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path, doing: str) -> Iterator[None]:
-    """Locks a folder while a `with` block runs. The lock also ends with the process."""
+    """The lock also ends with the process."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         try:

@@ -15,9 +15,7 @@ _BLANK = re.compile(
 
 
 def escape(text: str) -> str:
-    """Returns the text with an escape such as \\u200b for each character that shows nothing.
-    Spaces, line feeds and tabs stay.
-    """
+    """Returns the text with an escape such as \u200b for each character that shows nothing."""
     return "".join(
         each
         if each in "\n\t" or (each.isprintable() and not _BLANK.match(each))

@@ -33,10 +33,6 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def exported(name: str, folder: Path) -> tuple[Path, Path]:
-    """Returns the bundle, and a folder of adapters in mlx-lm's form.
-
-    The folder's subfolder `peft` has the same adapters in PEFT's form.
-    """
     model, bundle = write_model(folder / "model", FAMILIES[name]), folder / "b.mesp"
     size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
     call("export", "--model", model, "--out", bundle, *size)

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.slow
 CASES = 60
 TOKENS = [5, 6, 7, 8, 9, 10, 11, 5]
 LEAST = 2.0**-126
-# Edges of m, and of one row of B or of all A.
 M = [0.0, -1.0, 1e-30, 1e-40, 1e10, 1e38, 3.4e38]
 OTHERS = [0.0, 1e-40, 1e-25, 1e10, 1e19, 1e25, 1e38]
 SUBNORMAL = 1e-40  # a weight of adapters
@@ -35,7 +34,6 @@ SUBNORMAL = 1e-40  # a weight of adapters
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle with rows of zeros, of tiny and of subnormal weights in each matrix."""
     folder = tmp_path_factory.mktemp("edges")
     model, bundle = write_model(folder / "model", FAMILIES["llama"]), folder / "b.mesp"
     for file in model.glob("*.safetensors"):
@@ -81,7 +79,6 @@ def write_case(folder: Path, bundle: Path, seed: int) -> list[WeightedAdapters]:
 
 
 def in_float64(base: dict[str, mx.array], adapters: list[WeightedAdapters]) -> dict | None:
-    """Returns the weights with the adapters; None if a number is beyond float32."""
     found: dict[str, np.ndarray] = {}
     most = float(np.finfo(np.float32).max)
     for folder, weight in adapters:
@@ -221,7 +218,6 @@ def test_a_subnormal_weight_changes_nothing(bundle: Path, tmp_path: Path, count:
     assert all(mx.isfinite(array).all() for array in mx.load(f"{out}/model.safetensors").values())
 
 
-# A weight that is 0 in float32, and a scale that is subnormal in it. The engine refuses them too.
 @pytest.mark.parametrize(
     ("weight", "scale", "said"),
     [

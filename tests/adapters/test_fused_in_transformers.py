@@ -16,7 +16,6 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.transformers
 # transformers has no code for MiniCPM, and mlx-lm has none for LFM3.
 READ = sorted(FAMILIES.keys() - {"minicpm", "lfm3"})
-# FAMILIES has only their text models.
 VL = {
     "qwen2_5_vl": FAMILIES["qwen2"]
     | {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},

@@ -164,9 +164,6 @@ def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
 
 
 def write(model: Path, prompt: list[int], adapters: Path | None = None) -> list[dict]:
-    """Returns the tokens that llama.cpp writes greedily. Each has its `id`, its `logprob`, and in
-    `top_logprobs` the ids and log-probabilities of the two likeliest tokens.
-    """
     request = {"prompt": prompt, "n_predict": COUNT, "temperature": 0, "n_probs": 2}
     answer = serve(model, adapters).handle_completions(request)
     return answer["choices"][0]["logprobs"]["content"]
@@ -442,9 +439,6 @@ def tokenize_with(server: xllamacpp.Server) -> Callable[[str], list[int]]:
 
 
 def mixed_lines(count: int, seed: int = 0) -> list[str]:
-    """Returns texts. A third of them are lines of code. The others are words of many scripts,
-    numbers and signs, mostly with white space between them.
-    """
     rng = random.Random(seed)
     words = """the Brown can't we'll I'M they'VE naïve café Straße ΑΒΓ Привет мир こんにちは 世界
     안녕하세요 مرحبا שלום नमस्ते ﬁ e\u0301 x² ½ Ⅷ ٣٤ 1 23 456 12345 3.14 1e-9 0xFF

@@ -180,9 +180,6 @@ def put(
     model: Model,
     arch: Architecture,
 ) -> Loaded:
-    """`keys` has the names of these layers, relative to the module `model.within` if there is one.
-    Without `keys`, all layers of `model.linear` in that module take matrices.
-    """
     shapes = {}
     for i, block in list(enumerate(arch.blocks))[max(0, len(arch.blocks) - num_layers) :]:
         for name, (outputs, inputs) in block.sizes().items():
@@ -373,7 +370,6 @@ def change_weights(folder: Path, change: Callable[[str, mx.array], tuple[str, mx
 
 
 LORA = "lora_parameters"
-# Changes after which adapters must not load.
 FAULTS: dict[str, Callable[[Path], None]] = {
     "fewer layers": lambda folder: change_config(folder, lambda c: c.update(num_layers=1)),
     "no layers": lambda folder: change_config(folder, lambda c: c.pop("num_layers")),

@@ -51,7 +51,6 @@ def unquoted(value: str) -> str | None:
 def fuse(
     folder: Path, licences: dict[str, str], ends: Sequence[int] = (), token: str = "", **keys
 ) -> Path:
-    """Exports a GGUF file and fuses the bundle. Returns the folder of the fused model."""
     base = folder / "model" / "base.gguf"
     base.parent.mkdir()
     write_gguf(base, "qwen2", random_tensors(MODELS["qwen2"][1]), **keys)

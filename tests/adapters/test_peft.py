@@ -59,7 +59,6 @@ def train(bundle: Path, output: Path, *options: object) -> RunLog:
 
 @pytest.fixture(scope="module")
 def folder(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder."""
     path = tmp_path_factory.mktemp("peft") / "dequantized"
     write_dequantized(Bundle(bundle), path)
     return path
@@ -437,9 +436,6 @@ def test_a_private_step_is_that_of_opacus(tmp_path: Path):
 def step_of_opacus(
     path: Path, start: Path | None
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[float], int]:
-    """Returns the matrices before and after the step, by mlx-lm's names, the norms of the examples'
-    gradients, and the number of gradients that were clipped.
-    """
     bundle = Bundle(path)
     folder = path.parent / f"dequantized-{start is None}"
     write_dequantized(bundle, folder)

@@ -56,7 +56,6 @@ TARGETS = {
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 WEIGHTS = "adapter_model.safetensors"
 
-# PEFT refuses some combinations of them.
 VALUES: dict[str, list[Any]] = {
     "alora_invocation_tokens": [[6, 7], [300, 301]],
     "alpha_pattern": [{"q_proj": 3}, {".*q_proj": 9}, {}, {"shared_mlp.input_linear": 8}],
@@ -94,7 +93,6 @@ VALUES: dict[str, list[Any]] = {
     "use_rslora": [True, False],
     "velora_config": [VeloraConfig()],
 }
-# Changes to a saved adapter_config.json, as other programs or people make them.
 EDITS: dict[str, list[Any]] = {
     "a_key_of_tomorrow": [None, True, {}],
     "exclude_modules": [["q_proj"], ["down_proj", "input_linear"]],

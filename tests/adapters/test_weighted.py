@@ -60,9 +60,6 @@ def relative_error(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def added(file: Path) -> dict[str, np.ndarray]:
-    """Returns the change that llama.cpp would make to each matrix with a GGUF file of adapters:
-    (alpha / rank) B A.
-    """
     reader = gguf.GGUFReader(file)
     alpha = reader.get_field("adapter.lora.alpha").contents()
     tensors = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
@@ -135,9 +132,6 @@ def test_one_whole_set_of_adapters_stays_what_it_is(family: Path, tmp_path: Path
         assert plain == weighted
 
 
-# The engine's input
-
-
 @pytest.fixture
 def asked(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list]:
     for name in ("a", "b"):
@@ -190,7 +184,6 @@ def test_an_evaluation_measures_each_or_their_sum(bundle: Path, asked):
     options = ("--adapters", "a,b", "--out", "found.json")
     call("evaluate", bundle, "data.jsonl", *options)
     first, second = [("a", 1)], [("b", 1)]
-    # Each folder is first loaded alone, so that a bad folder is reported before the evaluation.
     assert asked() == [first, second, [], first, second]
     each = json.loads(Path("found.json").read_text())
     assert list(perplexities(each["results"])) == each["adapters"] == [None, "a", "b"]

@@ -28,8 +28,6 @@ HOME = ROOT / "ios" / "MeSPTrainer"
 APP = HOME / "App"
 PROJECT = HOME / "MeSPTrainer.xcodeproj"
 HERE = Path(__file__).parent
-# Each follows the modules that it imports. `BESIDE` has the modules that only an app with
-# mlx-swift-lm needs.
 BESIDE = ("MLXNN", "MLXLMCommon", "FoundationModels", "MLXFoundationModels")
 BOTH = ("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "Charts", *BESIDE)
 STAND_INS = {
@@ -176,7 +174,6 @@ def test_the_tools_know_the_app_by_its_identifier(objects: dict[str, dict]):
     app = target_of(objects, "application")
     for settings in settings_of(objects, app).values():
         assert settings["APP_IDENTIFIER"] == phone.APP
-        # Only one place has the identifier, so that a person can change it.
         assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER)"
 
 
@@ -379,7 +376,6 @@ class Compiler:
     `system`.
     """
 
-    # The modules of the package.
     PACKAGE = {f"MeSP{part}" for part in PARTS} | {"engine"}
 
     def __init__(self, system: str, folder: Path) -> None:
@@ -600,9 +596,6 @@ def test_the_librarys_documentation_builds(symbol_graphs: Path, tmp_path: Path):
 
 
 def literals(text: str) -> list[str]:
-    """Returns the string literals of a Swift source, also nested ones. Each interpolation is
-    replaced by %@.
-    """
     found, place = [], 0
 
     def read(place: int) -> int:
@@ -662,12 +655,10 @@ def test_numbers_of_things_have_plural_forms():
 
 def sentence_keys(sil: str) -> set[str]:
     found: set[str] = set()
-    # `keys` is a stack of the keys of unfinished literals, because a literal may contain another.
     literal, keys = "", []
     calls = r"init\(literalCapacity|append\w+|init\(stringInterpolation|init\(stringLiteral"
     steps = (
         rf'= string_literal utf8 (".*") +//|// function_ref Sentence\.(?:Interpolation\.)?({calls})'
-        # The rest of the call's line, and the next line, which has the type of an argument.
         r".*\n.*"
     )
     for step in re.finditer(steps, sil):

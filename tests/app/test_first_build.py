@@ -38,7 +38,6 @@ def app_manifest(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 def asked_for(manifest: dict, *traits: str) -> set[str]:
-    """The packages that a build with these traits needs."""
     found = set()
     for target in manifest["targets"]:
         for dependency in target["dependencies"]:

@@ -227,7 +227,6 @@ def test_equals_mlx_lm(tmp_path, name, layer, seq_len):
 @pytest.mark.parametrize("length", [63, 64, 65, 200])
 @pytest.mark.parametrize(("heads", "sizes"), [((2, 2), (8, 16)), ((1, 3), (16, 8))])
 def test_the_delta_rule_equals_the_reference(heads, sizes, length):
-    """The lengths include those next to the chunk size of 64."""
     (Hk, Hv), (dk, dv) = heads, sizes
     q, k = (mx.random.normal((Hk, length, dk)) * dk**-0.5 for _ in range(2))
     log_g = -mx.exp(3 * mx.random.normal((Hv, length)) - 2)
@@ -371,9 +370,6 @@ def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
     beside = case.beside(30)
 
     def more(start: int, end: int) -> list[mx.array]:
-        """Returns the block's inputs besides x for the tokens from `start` to before `end`. Given
-        keys have positions from 0 on.
-        """
         given = [beside["per_layer"][:, start:end]] if beside else []
         if case.described.keys_of is not None:
             keys, values = (each[:, :, start:end] for each in beside["shared"])
@@ -408,7 +404,6 @@ def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatc
     monkeypatch.setattr(attention, "FUSED_HEADS", (case.described.mixer.head_dim,))
     quantizations = {module: MODELS[name][1](module) for module in case.described.modules}
     layout = block_layout(case.described, quantizations, dtype)
-    # Evaluated inputs, which have no graph.
     inputs = [mx.zeros((1, 12, case.arch.hidden_size), getattr(mx, dtype)), case.lora]
     inputs += [mx.array(SCALE), mx.zeros(layout.words, mx.uint32)]
     mx.eval(inputs)
@@ -486,7 +481,6 @@ def flat(arguments: Iterable) -> list:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", GPU_BLOCKS)
 def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, packed):
-    """A file for the GPU that is converted for the CPU and back has equal bytes."""
     function, block, layout = gpu_block(name, dtype, fused)
     lengths = [5, 12]
     path = tmp_path / "block.mlxfn"
@@ -560,7 +554,6 @@ def test_every_code_is_unpacked(bits):
 
 
 def test_every_small_float_is_exact():
-    """All values of E4M3 except NaN equal MLX's."""
     codes = mx.arange(256, dtype=mx.uint8)
     values = mx.from_fp8(codes, dtype=mx.float32)
     is_nan = codes % 128 == 127

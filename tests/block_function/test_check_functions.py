@@ -149,8 +149,6 @@ def test_primitives_of_a_gpu_are_refused_on_a_cpu():
     ("heads", "length", "size"), [(2, 9, 192), (2, 9, 256), (2, 8, 80), (8, 8, 64)]
 )
 def test_attention_without_a_kernel_is_refused(heads, length, size):
-    """Attention is refused if Metal has no kernel for it."""
-
     def file(heads: int, length: int, size: int) -> bytes:
         arrays = [mx.zeros((1, each, length, size)) for each in (heads, 1, 1)]
         state = (1.0, True, False, False, False)

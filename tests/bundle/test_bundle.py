@@ -171,7 +171,6 @@ def test_functions_give_the_logits_of_mlx_lm(family):
 
 
 def test_adapters_load_into_mlx_lm(family, tmp_path):
-    """mlx-lm finds the adapted modules by name, also fused ones. Its loss is the reference's."""
     _, _, bundle = family
     arch, rank = bundle.architecture, 2
     lora = reference.init_lora(arch, rank, seed=1)

@@ -208,7 +208,6 @@ def test_pieces_add_up():
     assert all(a.endswith("\n") and not b[:2].isspace() for a, b in pairwise(pieces))
 
 
-# A template like Qwen2.5's, with tools, tool calls, and a generation prompt.
 TEMPLATE = """{% if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}
 {% endif %}{% for m in messages %}{% if m.role == "owner" %}{{ raise_exception("No owners.") }}\
 {% endif %}{{ m.role }}:
@@ -478,7 +477,6 @@ def test_a_text_file_has_no_examples(tokenizer, text):
 
 
 def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
-    """The loss of a batch is mlx-lm's mean over the targets that count."""
     seq_len, records = 40, [*filter(ends_with_an_answer, RECORDS["chat"])]
     for name in ("train.jsonl", "valid.jsonl"):
         write_records(tmp_path / name, records)
@@ -773,7 +771,6 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
         splits = assert_whole(bundle)
         seen.add(replaced := len(splits["train"].tokens) == len(new["train"].tokens))
         assert_same(splits, new if replaced else old)
-        # Restores the old data, and keeps other files that the killed process has left.
         if replaced:
             for name in ("manifest.json", *(n for n in original if n.startswith("data/"))):
                 (bundle / name).parent.mkdir(exist_ok=True)

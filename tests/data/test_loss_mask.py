@@ -105,7 +105,6 @@ def tokenizer():
 
 def encode(tokenizer, template: str, name: str, marked: bool) -> tuple[list[int], list[bool]]:
     for mark, tag in (("⟦", "{%- generation %}"), ("⟧", "{%- endgeneration %}")):
-        # Each ⟦ or ⟧ becomes TRL's mark, or nothing.
         template = template.replace(mark, tag if marked else "")
     tokenizer._tokenizer.chat_template = template
     tools = TOOLS if "tools" in name else None

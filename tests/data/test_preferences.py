@@ -147,7 +147,6 @@ def test_messages_go_through_the_template(tokenizer, tmp_path):
 
 
 def test_a_pair_of_texts_without_a_prompt_begins_alike(tokenizer, tmp_path):
-    """Without a prompt, the common beginning of both texts is the prompt."""
     whole = {"chosen": "The dog is lazy.", "rejected": "The dog jumps over the fox."}
     assert rows(load(tmp_path, [whole] * 2, tokenizer)["train"]) == rows(
         load(tmp_path, [PAIR] * 2, tokenizer, chat=False)["train"]

@@ -34,7 +34,6 @@ from mesp.errors import MespError
 from mesp.evaluation import evaluate as evaluation
 from mesp.evaluation.evaluated_model import EvaluatedModel
 
-# A template that writes all that a conversation can have. ⟦ and ⟧ are the marks of an answer.
 TEMPLATE = """\
 {%- for t in tools or [] %}{{- t | tojson + '\\n' }}{%- endfor %}
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
@@ -526,7 +525,6 @@ def test_prompts_are_encoded_as_the_bundles_data(tmp_path, caplog, monkeypatch):
     assert stream.prompt_tokens == expected(mood=other)
     assert 'has the chat_template_kwargs {"mood": "loud"}, and the prompts' in caplog.text
 
-    # So are the prompts of `mesp evaluate`, of records and of the harness's tasks.
     written, tasks = Mock(return_value=["b"]), Mock()
     model = EvaluatedModel(Mock(), tokenizer, 64)
     monkeypatch.setattr(model, "write", written)
@@ -540,7 +538,6 @@ def test_prompts_are_encoded_as_the_bundles_data(tmp_path, caplog, monkeypatch):
         evaluation.evaluate(bundle, tasks=Mock(), **how)
         assert tasks.run.call_args.kwargs["kwargs"] == {"mood": mood}
 
-    # So is more data, of the same bundle or of a federation.
     path.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     more = load_additional(str(path), tokenizer, 64, len(tokenizer.get_vocab()), encoding)
     assert tokenizer.decode(more.tokens).startswith("loud:")

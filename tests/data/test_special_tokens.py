@@ -47,10 +47,6 @@ TEXTS = [
 
 
 def sentencepiece(tokenizer: Tokenizer, scheme: str | None) -> Tokenizer:
-    """Returns the tokenizer with spaces written as SentencePiece's ▁.
-
-    If `scheme` is None, a normalizer puts ▁ before each text.
-    """
     if scheme is None:
         tokenizer.normalizer = normalizers.Sequence(
             [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -123,7 +119,6 @@ def without_spaces(text: str) -> str:
 
 
 def check_ids(tokenizer, ids: list[int], theirs: list[int], texts: list[str]) -> None:
-    """Fails unless `ids` are transformers' ids."""
     after = any(f"{token}\n" in text for token in SPECIAL for text in texts)
     if ids != theirs:
         assert after and "<0x0A>" in tokenizer.get_vocab()

@@ -93,7 +93,6 @@ ENDS = {
 }
 # Templates that write two successive answers as one. MeSP adds an end between the answers.
 NOT_ENDED = ("diffusion_gemma",)
-# Templates that take content only as a list of parts, as for models that see images.
 PARTS_ALONE = ("idefics3", "llava_next", "smolvlm")
 
 

@@ -31,7 +31,6 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def split(page: Path) -> tuple[list[str], list[str]]:
-    """A command over several lines in a fence becomes one line."""
     text = page.read_text(encoding="utf-8")
     parts = re.split(r"^```.*\n", text, flags=re.M)
     assert len(parts) % 2, f"{page.name} has a fence without an end"

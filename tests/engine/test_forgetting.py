@@ -88,7 +88,6 @@ def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path)
 
 
 def test_a_text_of_ones_own_decides(bundle: Path, tmp_path: Path):
-    """The text of --general is from the training data here."""
     text = tmp_path / "own.txt"
     text.write_text(load_bundle_tokenizer(bundle).decode(mesp.load(bundle).tokens("train")[:600]))
     given = ("--max-forgetting", 0, "--general", text, "--val-batches", VAL_BATCHES)
@@ -188,7 +187,6 @@ def test_a_share_of_the_sequences_is_replayed(bundle: Path, tmp_path: Path):
     replayed = [(step + 1) * 3 // 10 - step * 3 // 10 for step in range(10)]
     assert [step["replayed"] for step in mixed.steps] == replayed
     trained = [loss for loss, own in zip(mixed.losses, replayed, strict=True) if not own]
-    # The tolerance is for the learning rate, which is not 0.
     assert trained == pytest.approx(plain.losses[: len(trained)], rel=1e-5)
     tokens, examples = tokens_of(tmp_path / "mixed")
     untuned, first = model_with(bundle, None), len(find_opening(load_bundle_tokenizer(bundle)))
@@ -260,7 +258,6 @@ def test_folders_of_the_user_are_left_alone(bundle: Path, tmp_path: Path):
 
 
 def test_texts_of_a_run_that_never_began_are_not_taken(bundle: Path, tmp_path: Path):
-    """If a run is killed before its first step, its texts stay in its folder."""
     options = ("--max-forgetting", 100, "--general")
     out, general = tmp_path / "run", tmp_path / "general.txt"
     general.write_text("It rained, and nobody went out. " * 20)

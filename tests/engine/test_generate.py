@@ -93,7 +93,6 @@ def test_greedy_text_is_mlx_lms(bundle: Path, adapters: Path, text: str, count: 
 
 
 def test_a_long_prompt_goes_through_in_pieces(bundle: Path):
-    """A long prompt goes through in pieces of 256 tokens."""
     prompt = Bundle(bundle).tokens("valid")[: 3 * 256 + 3].tolist()
     *tokens, end = generate(bundle, prompt, max_tokens=20)
     assert [record["token"] for record in tokens] == theirs(bundle, prompt, 20)
@@ -429,7 +428,6 @@ def check_refused(bundle: Path, adapters: Path, said: str) -> None:
 
 @pytest.fixture(scope="module")
 def granite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """PEFT has Granite's gate and up as one linear layer."""
     folder = tmp_path_factory.mktemp("granite")
     model = write_model(folder / "model", FAMILIES["granitemoehybrid"])
     bundle = export(model, folder / "b.mesp", "--data", "python-docs")

@@ -287,7 +287,6 @@ def test_the_terms_go_with_the_bundle(tmp_path: Path):
 
 
 def test_a_snapshot_in_the_cache_of_the_hub(tmp_path: Path):
-    """The files of a snapshot are links to the blobs in the Hub's cache."""
     root = tmp_path / "models--owner--tiny"
     snapshot, blobs = root / "snapshots" / ("a" * 40), root / "blobs"
     source = write_mlx_model(tmp_path / "model", CONFIGS["qwen3"], shards=2)
@@ -554,7 +553,6 @@ def compare_changed(model: Path, name: str, content: bytes, folder: Path) -> Non
         file.write_bytes(before)
 
 
-# Keys that are read from a config.json.
 KEYS = (
     *("attention_bias", "hidden_act", "hidden_size", "intermediate_size", "layer_types"),
     *("max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads"),
@@ -648,7 +646,6 @@ def calls(model: Path, faults: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_an_import_goes_on_where_it_was_interrupted(
     kind: str, model: Path, whole: Path, faults: Path, calls: int, tmp_path: Path
 ):
-    """The next import keeps whole files."""
     before = state(model)
     some = 0
     for number in range(1 + ("crash", "power", "interrupt", "full").index(kind), calls + 1, 6):
@@ -668,7 +665,6 @@ def test_an_import_goes_on_where_it_was_interrupted(
             kept = whole_files(bundle)
             kept = {file: kept[file] for file in left.keys() & kept.keys()}
             assert again["kept_bytes"] == sum(kept.values()), number
-            # Every whole file is kept, except one that was renamed and is not recorded yet.
             assert len(kept) >= len(left) - 1, number
             some += len(kept)
         assert content(bundle) == content(whole), number

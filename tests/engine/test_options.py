@@ -72,8 +72,6 @@ def bundle_of_examples(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -
     for _ in range(30):
         length = int(generator.integers(8, 2 * SEQ_LEN))
         examples.append((start, length))
-        # A prompt of random length is masked, and so are the tokens between the first four and the
-        # last two.
         mask[start : start + int(generator.integers(0, min(length, SEQ_LEN) - 2))] = 0
         mask[start + 4 : start + length - 2] = 0
         start += length
@@ -280,7 +278,6 @@ def test_an_option_trains_as_in_python(bundle: Path, oracle: Oracle, tmp_path: P
     assert all(part <= each["seconds"] for part, each in zip(parts, run.steps, strict=True))
 
 
-# Learning rates at the edges of float32.
 @pytest.mark.parametrize(
     ("rate", "schedule", "steps", "warmup", "clip"),
     [
@@ -412,7 +409,6 @@ def test_what_counts_of_an_example_is_in_the_loss(
 
 
 def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
-    """A step's gradients do not depend on the number of batches."""
     train(bundle_of_examples, tmp_path / "first", steps=2)  # otherwise no A would have a gradient
     start = saved(tmp_path / "first")
 

@@ -74,7 +74,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begin_with_key(bundle: Path, output: Path, **settings: object) -> Path:
-    """Writes the settings of a run with a known key, and returns their path."""
     output.mkdir()
     (output / "metrics.jsonl").touch()
     (output / "secret.key").write_bytes(KEY)
@@ -394,7 +393,6 @@ def test_epsilon_of_full_batches_is_the_gaussian_mechanisms():
 
 
 def test_epsilon_bounds_that_of_privacy_loss_distributions():
-    """The ε is an upper bound of the exact ε, and near it."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant
 

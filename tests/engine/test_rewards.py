@@ -37,10 +37,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def grpo(oracle: Oracle, parameters: dict, groups: list[dict], scores: list, dr: bool) -> mx.array:
-    """Returns the loss of TRL's GRPOTrainer for answers of the current model.
-
-    The loss has the ratio of each token's probability to its probability before the step.
-    """
     scores, longest = mx.array(scores), len(groups[0]["answers"][0])
     advantages = scores - scores.mean(axis=1, keepdims=True)
     if not dr:

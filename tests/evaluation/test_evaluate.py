@@ -87,7 +87,6 @@ def theirs(model: nn.Module, tokens: list[int], first: int) -> tuple[float, bool
 
 
 def in_windows(model: nn.Module, tokens: list[int], size: int) -> float:
-    """The text is cut into windows as in lm-evaluation-harness."""
     total = 0.0
     for first in range(1, len(tokens), size):
         end = min(first + size, len(tokens))

@@ -169,9 +169,6 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
 
 @pytest.mark.slow
 def test_fedprox_adds_its_term_to_the_gradient(bundle: Path, data: Path, tmp_path: Path):
-    """FedProx adds μ (w - w₀) to the gradient g of the loss. w₀ are the weights at the round's
-    start, and η is the learning rate. The second step is:
-    """
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *SGD)
     whole.rounds.save(0, None, {})
     start = whole.rounds.arrays(0)
@@ -1007,8 +1004,6 @@ def test_a_round_ends_in_time_whatever_happens_to_the_clock(
 ):
     arrays, config = asked
     config = {**config, "steps": 100_000, "timeout": 20.0}
-    # Each reading of the node's clock is earlier than the one before, so the time of the message is
-    # in the node's future.
     with (
         SuperLink(**asking(question(arrays, config))) as link,
         Node(link.url, bundle, tmp_path / "n", environment=clock_set_back) as node,

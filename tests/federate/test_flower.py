@@ -61,11 +61,6 @@ Change = Callable[[flwr.Message], flwr.Message | None]
 
 
 class Here:
-    """A Grid that passes messages to a ClientApp in this process.
-
-    `changes` maps a client's number to a function that changes the client's answers.
-    """
-
     def __init__(
         self,
         federation: Federation,
@@ -330,7 +325,6 @@ HOSTILE = [
 
 
 def damage(reply: flwr.Message, random: random.Random) -> None:
-    """Changes a random part of an answer."""
     content = reply.content
     kind = random.choice(("data", "data", "dtype", "name", "metrics", "about", "record"))
     if kind in ("data", "dtype", "name"):
@@ -611,7 +605,6 @@ def test_clipping_bounds_what_one_client_adds(bundle: Path, data: Path, tmp_path
     assert 0 < norm <= 0.01 * (1 + 1e-4)  # 1e-4 for rounding in float32
     noisy = federation(bundle, data, tmp_path / "n", *options, "--clip", 0.01, "--noise", 3)
     after = served(noisy)
-    # The change is mostly Gaussian noise. Its standard deviation is 3 · clip / clients.
     moved = np.concatenate([(after[name] - before[name]).ravel() for name in after])
     assert moved.std() == pytest.approx(3 * 0.01 / 2, rel=0.05)
 
@@ -641,7 +634,6 @@ def delta_of(noise: float, epsilon: float) -> float:
 
 @pytest.mark.parametrize("epsilon", [0.1, 1, 8.5, 20])
 def test_a_noise_has_the_privacy_that_is_said(epsilon: float):
-    """The noise is compared with the definition of privacy."""
     noise = noise_for(epsilon, 1e-5)
     assert delta_of(noise, epsilon) == pytest.approx(1e-5, rel=1e-3)
     assert gaussian_epsilon(noise, 1e-5) == pytest.approx(epsilon, rel=1e-6)
@@ -796,8 +788,6 @@ class Relay:
 
 
 class Deployment:
-    """The SuperLink admits only registered keys."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.log, self.port = folder, folder / "log", free_port()
         self.keys, self.home = folder / "keys", folder / "flwr"
@@ -833,7 +823,6 @@ class Deployment:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # nodes first, so that they log off from the SuperLink
         for process in reversed(self.processes):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)

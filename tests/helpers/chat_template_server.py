@@ -37,7 +37,6 @@ from mesp.errors import MespError
 SEED = 1
 EACH = int(os.environ.get("MESP_FUZZ_CASES", 30))
 
-# Two templates. As in DeepSeek's, the first takes a call's arguments as JSON in a string.
 AS_TEXT = """\
 {{- bos_token }}
 {%- for tool in tools or [] %}{{- tool | tojson + '\\n' }}{%- endfor %}
@@ -125,7 +124,6 @@ def tokenizer_of(template: str) -> Any:
 
 
 def sort_keys(value: Any) -> Any:
-    """Returns a value with the keys of its objects sorted, as swift-transformers writes them."""
     if isinstance(value, dict):
         return {key: sort_keys(value[key]) for key in sorted(value)}
     if isinstance(value, list):
@@ -163,10 +161,7 @@ def without_reasoning(record: dict) -> dict:
 
 
 def with_values(record: dict, chance: random.Random) -> dict:
-    """Returns a record with a random JSON value added to the arguments of most tool calls.
-
-    In a tenth of the records, the first tool's description becomes a special token.
-    """
+    """In a tenth of the records, the first tool's description becomes a special token."""
     said = [each for value in record.values() if isinstance(value, list) for each in value]
     for call in (call for each in said for call in each.get("tool_calls", [])):
         arguments = call["function"]["arguments"]

@@ -34,7 +34,6 @@ QWEN = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# A template that keeps thoughts only in answers after the last question.
 QWEN3 = """\
 {%- if tools %}{{- '<|im_start|>system\\n# Tools' }}
 {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '<|im_end|>\\n' }}
@@ -100,7 +99,6 @@ PHI = """\
 {%- elif messages[-1].role == 'assistant' %}⟦{{- eos_token }}⟧
 {%- else %}{{- eos_token }}{%- endif %}"""
 
-# This template writes no header before an answer, only the end of the question.
 MISTRAL = """\
 {{- bos_token }}
 {%- for m in messages %}

@@ -55,7 +55,6 @@ def without_privileges() -> None:
 def invoke(
     main: click.Command, name: str, *arguments: object, cwd: Path | None = None, **options: object
 ) -> subprocess.CompletedProcess:
-    """`options` are those of CliRunner, such as `env`."""
     before = Path.cwd()
     os.chdir(cwd or before)
     try:

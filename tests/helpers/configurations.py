@@ -159,7 +159,6 @@ def read_table() -> dict[str, Any]:
 def write_table(
     bases: dict[str, dict[str, Any]], is_model: Callable[[str, dict[str, Any]], bool]
 ) -> None:
-    """`is_model` tells from a name and a change whether transformers makes a model."""
     table: dict[str, Any] = {}
     for name, config in bases.items():
         answers = []

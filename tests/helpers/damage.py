@@ -6,7 +6,6 @@ import os
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-# Derandomized, and with no bound on time: a busy machine changes no result.
 CASES = settings(
     max_examples=int(os.environ.get("MESP_FUZZ_CASES", 200)),
     deadline=None,

@@ -25,7 +25,6 @@ def exported(*arguments: object) -> Bundle:
 
 
 def refused(*arguments: object) -> str:
-    """Returns the error's line."""
     before = sorted(Path().rglob("*"))
     result = export(*arguments)
     assert result.exit_code == 2, result.output

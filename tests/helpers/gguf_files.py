@@ -83,8 +83,7 @@ def write_gguf(
     without: Sequence[str] = (),
     changed: Mapping[str, gguf.GGUFValue] | None = None,
 ) -> Path:
-    """Writes a model of `MODELS`, with tensors given by their Hugging Face names. `encode` encodes
-    each matrix except convolutions.
+    """`encode` encodes each matrix except convolutions.
 
     `vocabulary` is ``numbers``, ``pieces`` for SentencePiece's pieces, or the name of a
     pre-tokenizer for byte-level BPE. Metadata keys in `without` are left out. Those in `changed`

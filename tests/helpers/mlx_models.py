@@ -226,7 +226,6 @@ _SCALINGS: list[dict[str, Any]] = [
     {"type": "mrope", "mrope_section": [4, 6, 6]},
 ]
 _UNKNOWN = {"rope_type": "dynamic", "factor": 2.0}
-# The values to which `_vary_config` may change keys.
 _CHANGED = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000,
@@ -270,7 +269,6 @@ def _vary_config(text: dict[str, Any], draw: random.Random) -> None:
 
 
 def add_terms(folder: Path, license: str = "other") -> list[str]:
-    """Returns the names of the license files."""
     terms = ["LICENSE", "Notice.txt", "USE_POLICY.md"]
     for name in terms:
         (folder / name).write_text(f"The {name} of a model.\n")

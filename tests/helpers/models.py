@@ -400,7 +400,6 @@ def write_model(
 
 
 def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[str, mx.array]]:
-    """Returns a config.json and tensors in the form in which models of the family are published."""
     family = families.FAMILIES[config["model_type"]]
     texts, tensors = family.texts, dict(tensors)
     for theirs, parts in family.hf_modules:
@@ -451,9 +450,6 @@ def _write_quantized(
 def mlx_lm_model(
     config: dict, quantization: Callable[[str], Quantization] | None = None, seed: int = 0
 ) -> nn.Module:
-    """Returns mlx-lm's model with the weights of `random_tensors`. If given, `quantization` maps a
-    matrix's name to its quantization.
-    """
     config, weights = published(config, random_tensors(config, seed))
     model_class, arguments = _get_classes(config)
     model = model_class(arguments.from_dict(deepcopy(config)))  # some models change their config
@@ -485,9 +481,6 @@ def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
 
 
 def mask_of(block: Block, length: int) -> mx.array | None:
-    """Returns the causal mask of a block's attention, limited to its sliding window if it
-    has one.
-    """
     if not isinstance(block.mixer, AttentionMixer):
         return None
     return create_causal_mask(length, window_size=block.mixer.sliding_window)
@@ -546,11 +539,6 @@ def quantizable(module: nn.Module) -> bool:
 
 
 def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> None:
-    """Replaces modules of mlx-lm's block by LoRALinear, LoRASwitchLinear or DoRALinear, with the
-    arrays of `flat`.
-
-    DoRALinear is used if `flat` has magnitudes.
-    """
     modules = dict(layer.named_modules())
     wrapped = []
     for name, (A, B, *m) in reference.unpack_lora(flat, block).items():

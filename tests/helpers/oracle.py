@@ -46,8 +46,6 @@ class Trained:
 @dataclass
 class Oracle:
     model: reference.Model
-    # The records of each sequence. A record has up to `seq_len` + 1 tokens, and the positions of
-    # the targets in the loss.
     sequences: list[list[tuple[mx.array, mx.array]]]
 
     @classmethod
@@ -91,9 +89,6 @@ class Oracle:
         scale: float,
         dropout: reference.Dropout | None = None,
     ) -> mx.array:
-        """Returns the mean loss over all targets of a step's records. With dropout, each sequence
-        must have one record.
-        """
         arch, losses = self.model.arch, []
         lora = []
         for index, block in enumerate(arch.blocks):

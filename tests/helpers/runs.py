@@ -12,11 +12,9 @@ def write_run(
     seed: int = 0,
     ago: timedelta = timedelta(0),
 ) -> Path:
-    """The loss is 4 in the first step and falls by 0.1 per step."""
     time = f"{datetime.now(UTC) - ago:%Y-%m-%dT%H:%M:%SZ}"
     settings = {"method": "mesp", "seq_len": 256, "rank": 8, "seed": seed}
     start = {"type": "start", "model": {"name": "Qwen2.5-0.5B"}, "settings": settings}
-    # A run's start time identifies the run, so it is the same in all calls.
     records = [{**start, "time": "2026-01-01T00:00:00Z"}]
     records.append({"type": "eval", "time": time, "step": 0, "loss": 4.51, "tokens": 256})
     memory = {"footprint_bytes": 40_000_000, "footprint_peak_bytes": 50_000_000}

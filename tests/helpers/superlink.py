@@ -35,11 +35,7 @@ def an_object(kind: str, children: list[str], body: bytes) -> tuple[str, bytes]:
 
 
 class SuperLink:
-    """Answers each call with the function in `answers` that has the call's name, and records all
-    calls.
-
-    Without a function, a call gets a default answer.
-    """
+    """Without a function, a call gets a default answer."""
 
     def __init__(self, **answers: Callable[[BaseHTTPRequestHandler], bytes | None]) -> None:
         self.answers = answers
@@ -87,7 +83,6 @@ class SuperLink:
 
 
 def message(objects: list[str], created: float | None = None) -> bytes:
-    """Returns an answer to pull-messages with one message."""
     created = time.time() if created is None else created
     root = objects[0]
     metadata = field(1, 7) + field(2, root.encode()) + field(3, 1) + field(4, 5)

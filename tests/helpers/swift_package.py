@@ -8,10 +8,8 @@ from typing import NamedTuple
 from helpers.paths import APP, ROOT
 from mesp.engine.build import find_engine
 
-# The package's modules without the prefix `MeSP`, in the order in which they can be compiled.
 PARTS = ("Sentences", "Files", "Bundle", "Import", "Adapters", "Core", "Control", "")
 PARTS += ("Federation", "Download", "SelfCheck", "AppModel", "Tokenizers", "MLXLM")
-# The conditions that the package's traits define.
 TRAITS = ("-DTokenizers", "-DMLXLM")
 STAND_INS = ROOT / "tests" / "app" / "stand_ins"
 RESOURCES = "import Foundation\nextension Bundle { static let module = Bundle.main }\n"
@@ -36,7 +34,6 @@ def sources(part: str) -> list[Path]:
 
 
 def write_symbol_graphs(folder: Path) -> Path:
-    """Returns the folder of symbol graphs."""
     build = find_engine().parent  # contains MLX's compiled module
     modules, graphs, resources = folder / "modules", folder / "graphs", folder / "Resources.swift"
     modules.mkdir(parents=True)
@@ -74,7 +71,6 @@ class Symbol(NamedTuple):
     module: str
     path: tuple[str, ...]
     declaration: str
-    # Whether the declaration, or a requirement that it meets, has a comment.
     is_documented: bool
     conformances: tuple[str, ...]
 

@@ -16,7 +16,6 @@ from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
 from mesp.models.families import FAMILIES as KNOWN
 
-# Only language models are tested.
 TEXTS = {
     name: config | {"model_type": "gemma4_text"} if name == "gemma4" else config
     for name, config in FAMILIES.items()
@@ -87,7 +86,6 @@ def test_the_number_of_experts_by_either_name():
     assert reading(both) == reading(config | {"num_experts": number + 1})
 
 
-# Keys that may be left unread.
 NOTHING = frozenset(
     ("attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "use_cache",
      "output_router_logits", "router_aux_loss_coef", "pad_token_id", "bos_token_id", "eos_token_id",

@@ -83,8 +83,6 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(
         assert LoRASwitchLinear in kinds and LoRALinear not in kinds
 
     prompt = Bundle(bundle).tokens("valid")[:SEQ_LEN].tolist()
-    # Mixers of these families keep a state, in which errors may accumulate, so they generate more
-    # tokens.
     count = 200 if family in ("qwen3_5", "lfm2", "granite-mamba") else 20
     theirs = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
     *ours, _ = generate(bundle, prompt, max_tokens=count, adapters=weigh(output / "adapters"))

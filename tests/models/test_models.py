@@ -267,7 +267,6 @@ def test_layers_and_rope_of_lfm3():
 
 
 def test_gemma4():
-    """Some blocks have no keys and values of their own."""
     arch = Architecture.from_config(KNOWN["Gemma-4-E2B"][2])
     sliding, full, after_sliding, after_full = arch.mixers
     assert arch.layers[:15] == (0, 0, 0, 0, 1) * 3 and arch.layers[15:] == (2, 2, 2, 2, 3) * 4

@@ -12,7 +12,6 @@ from mesp.engine.build import CHECKOUT, built_program
 from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN, geometries
 
-# Parameter counts, mostly from the metadata of safetensors files on the Hub.
 PUBLISHED = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,

@@ -80,8 +80,6 @@ _ROPE_KEYS: dict[str, dict[str, list[Any]]] = {
     "linear": {"truncate": [False]},
     "default": {"factor": [2.0], "mrope_section": [[2, 3, 3]]},
 }
-# Values to try for these keys. Of other keys, floats are doubled or halved, with 0.1 in place of 0,
-# and booleans are negated.
 _VALUES: dict[str, list[Any]] = {
     "num_attention_heads": [2, 4],
     "num_key_value_heads": [1, 2, None],
@@ -213,7 +211,6 @@ class Case:
     family: str
     keys: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] = field(default_factory=dict)
-    # Names of functions in `EDITS`, or "with KEY" or "without KEY" for a configuration key.
     edits: tuple[str, ...] = ()
 
     def smaller(self) -> list[Case]:
@@ -398,8 +395,6 @@ def save(case: Case, folder: Path) -> None:
 
 
 def theirs(family: str, folder: Path, tokens: list[int]) -> np.ndarray | None:
-    """Returns transformers' logits, or None if the files lack weights or have weights of other
-    shapes."""
     auto = transformers.AutoModelForCausalLM
     if (folder / "config.json").read_text().find('"text_config"') >= 0:
         auto = transformers.AutoModelForImageTextToText
@@ -451,7 +446,6 @@ def outcome(case: Case, folder: Path) -> str:
 
 
 def compared(family: str, folder: Path) -> str:
-    """Returns "equal", "refused: …", "wrong: …", or "not a model: …" if transformers refuses it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -471,7 +465,6 @@ def compared(family: str, folder: Path) -> str:
 
 
 def shrink(case: Case, folder: Path) -> Case:
-    """Removes changes from a failing case as long as it fails."""
     for each in case.smaller():
         if outcome(each, folder).startswith("wrong"):
             return shrink(each, folder)

@@ -123,7 +123,6 @@ def correlated(tokens: int, width: int) -> mx.array:
 
 
 def test_codes_make_up_for_each_others_errors():
-    """The error is measured on other inputs of the same distribution."""
     matrix = mx.random.normal((96, 256), key=mx.random.key(1))
     inputs, quantization = correlated(1024, 256), Quantization()
     seen, others = inputs[:512], inputs[512:]

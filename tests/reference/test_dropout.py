@@ -72,7 +72,6 @@ def test_a_key_follows_from_seed_step_sequence_block_and_layer():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_layer_of_a_block_has_a_mask(family):
-    """A block's masks are numbered in the order of its layers, with the experts last."""
     arch = Architecture.from_config(FAMILIES[family])
     for i in map(arch.blocks.index, arch.kinds):
         frozen = DROPOUT.masks(i, arch.blocks[i], 5)

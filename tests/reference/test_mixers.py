@@ -24,11 +24,6 @@ def with_batch(function):
 
 
 def rule_inputs(T: int, heads: tuple[int, int], sizes: tuple[int, int], decay: str) -> dict:
-    """Returns inputs of the gated delta rule, with normalized q and k.
-
-    With `decay` "near keys", the keys are similar, which makes a chunk's linear system
-    ill-conditioned.
-    """
     (Hk, Hv), (dk, dv) = heads, sizes
     q, k = normal(Hk, T, dk), normal(Hk, T, dk)
     if decay == "near keys":

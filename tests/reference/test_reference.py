@@ -341,9 +341,7 @@ def flat_gradient(grads: dict, block: Block) -> mx.array:
 
 
 def without_gradient(block: Block) -> tuple[str, ...]:
-    """Returns the modules whose gradient is zero, within rounding, for a sequence of one token.
-
-    A single token attends only to itself, whatever its query and key are. With an output gate,
+    """A single token attends only to itself, whatever its query and key are. With an output gate,
     `q_proj` also computes the gate, so its gradient is not zero. The state before the first token
     is zero, so its decay has no effect.
     """
@@ -457,7 +455,6 @@ def test_block(T, rank, group_size, config, p, dora, monkeypatch):
 
 
 def test_the_gradient_by_shared_keys_and_values_is_a_sum():
-    """Some blocks use the keys and values of earlier blocks."""
     T, config = 12, FAMILIES["gemma4"]
     arch = Architecture.from_config(config)
     assert arch.owners == {1, 2}
@@ -486,8 +483,6 @@ def test_the_gradient_by_shared_keys_and_values_is_a_sum():
 
 
 class Windowed(nn.Module):
-    """An mlx-lm model that applies the sliding windows that mlx-lm ignores."""
-
     def __init__(self, model: nn.Module, arch: Architecture):
         super().__init__()
         self.model, self.arch = model.model, arch
@@ -983,7 +978,6 @@ def test_a_code_is_the_nearest_and_of_two_the_lower(signed):
     middles = (numbers[:-1] + numbers[1:]) / 2
     at_middles = reference.quantize(mx.concatenate([middles, mx.array([1.0])]), signed)
     assert at_middles.codes.tolist() == [*range(255), 255]
-    # A full block, a block of zeros, and a short block with a small scale.
     x = mx.concatenate([normal(256), mx.zeros(256), 1e-12 * normal(100)])
     x = x if signed else mx.square(x)
     back = reference.dequantize_moment(reference.quantize(x, signed), signed)

@@ -18,7 +18,6 @@ _ALONE = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 
 
 def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
-    """Returns the tensors of `model` with the names and shapes of Hugging Face's checkpoints."""
     arch = bundle.architecture
     family = FAMILIES[arch.model_type]
     fused = dict(tree_flatten(model.parameters()))
@@ -82,7 +81,6 @@ def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
-    """Writes tensors as safetensors files, divided as in mlx-lm, and the index of the files."""
     from mesp.dependencies import mlx_lm
 
     size = sum(array.nbytes for array in tensors.values())

@@ -54,15 +54,12 @@ class AdapterConfig:
         return _names(layer, targets) and (not blocks or index in blocks)
 
     def adapts_parameter(self, name: str) -> bool:
-        """Returns whether PEFT would give the experts' parameter `name` adapters."""
         return _names(name, self.fields.get("target_parameters") or [])
 
 
 def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
-    """Reads a folder's adapter_config.json.
-
-    Raises ValueError if the file is missing, invalid or unsupported, and OSError if the file cannot
-    be read.
+    """Raises ValueError if the file is missing, invalid or unsupported, and OSError if the file
+    cannot be read.
     """
     try:
         config = read_object(folder / CONFIG)
@@ -131,10 +128,7 @@ def unsupported(what: str) -> ValueError:
 
 
 def _joins(adapters: AdapterConfig, arch: Architecture) -> bool:
-    """Returns whether the patterns give each layer that joins n modules n times the rank and alpha.
-
-    As in PEFT, a pattern is a regular expression of the end of a layer's name.
-    """
+    """As in PEFT, a pattern is a regular expression of the end of a layer's name."""
     config, joined = adapters.fields, {name: len(parts) for name, parts in arch.hf_modules}
     inner = {part for _, parts in arch.hf_modules for part in parts}
     layers = [

@@ -20,10 +20,8 @@ GROUPS = (64, 32)  # quantization group sizes; the first that divides the row le
 
 
 def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
-    """Fuses the adapters of `model` into its weights.
-
-    A layer with adapters becomes a plain layer with the weight W + scale · (A B)ᵀ or, with DoRA, G
-    ∘ W + scale · (A B)ᵀ. For stacked experts, the weight is W + scale · B A. The new weight is
+    """A layer with adapters becomes a plain layer with the weight W + scale · (A B)ᵀ or, with DoRA,
+    G ∘ W + scale · (A B)ᵀ. For stacked experts, the weight is W + scale · B A. The new weight is
     quantized to `bits`.
 
     Raises MespError if a weight is not finite.

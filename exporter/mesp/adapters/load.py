@@ -82,9 +82,9 @@ def read_adapters(folder: Path, arch: Architecture) -> Adapters:
 def stack_adapters(weighted: Sequence[tuple[Adapters, float]], model: nn.Module) -> AdapterSum:
     """Returns the weighted sum of the changes that adapters make to a model of mlx-lm.
 
-    Adapters of weight 0 are left out. The sum of several adapters has scale 1, and its rank is the
-    sum of their ranks. DoRA's m becomes the gain g = m / ‖W + s (A B)ᵀ‖ of each row of W. Adapters
-    with DoRA add (g - 1) ∘ W + g ∘ s (A B)ᵀ to W.
+    The sum of several adapters has scale 1, and its rank is the sum of their ranks. DoRA's m
+    becomes the gain g = m / ‖W + s (A B)ᵀ‖ of each row of W. Adapters with DoRA add (g - 1) ∘ W + g
+    ∘ s (A B)ᵀ to W.
 
     Raises MespError naming the folder if a matrix fits no layer of the model, or if its numbers are
     too large.

@@ -14,9 +14,8 @@ _QUOTES = '"""'
 
 
 def write_modelfile(folder: Path, gguf: str, bundle: Bundle) -> None:
-    """Writes the Modelfile of the GGUF file named `gguf`.
-
-    The Modelfile contains the licence and the texts at which answers in the bundle's data end.
+    """The Modelfile contains the licence and the texts at which answers in the bundle's
+    data end.
     """
     lines = [f"FROM ./{gguf}"]
     lines += [f"PARAMETER stop {_quoted(text)}" for text in _ends(bundle)]

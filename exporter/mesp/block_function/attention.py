@@ -93,7 +93,6 @@ def keys_and_values(
 
 
 def soft_cap(scores: mx.array, cap: float | None) -> mx.array:
-    """Returns cap · tanh(scores / cap)."""
     return scores if cap is None else cap * mx.tanh(scores / cap)
 
 
@@ -135,10 +134,7 @@ def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scori
 def fused_attention(
     fast: ModuleType, q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring
 ) -> mx.array:
-    """Returns the result of `attention`, computed by the fused primitive of `fast`.
-
-    The primitive gets float32, because the backward pass recomputes the scores in float32.
-    """
+    """The primitive gets float32, because the backward pass recomputes the scores in float32."""
     everything = slice(0, q.shape[2])
     causal = scoring.window is None and scoring.starts is None
     mask = "causal" if causal else visible(everything, everything, scoring)

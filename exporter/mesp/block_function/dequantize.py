@@ -46,7 +46,6 @@ def unpack(words: mx.array, bits: int) -> mx.array:
 
 
 def pack(codes: mx.array, bits: int) -> mx.array:
-    """Packs codes into uint32 words. The inverse of `unpack`."""
     length = math.lcm(8, bits) if 32 % bits else 32
     dtype = mx.uint32 if length <= 32 else mx.uint64
     shifts = mx.arange(0, length, bits, dtype=dtype)

@@ -33,8 +33,7 @@ def rope(
 def scaled_dot_product_attention(
     q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: str | mx.array
 ) -> mx.array:
-    """Returns `mx.fast.scaled_dot_product_attention` of arrays of one dtype. The mask is a bool
-    array or "causal".
+    """The mask is a bool array or "causal".
 
     If Metal has no attention kernel for the sizes, plain operations are traced.
     """

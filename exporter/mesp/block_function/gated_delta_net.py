@@ -19,7 +19,7 @@ def mix_by_gated_delta_net(
 ) -> tuple[list[mx.array], mx.array]:
     """Returns [qkv, z, ba, o] of x [1, T, hidden], and the output projection's input.
 
-    `ba` is b and a, concatenated. Heads do not depend on each other, so they are computed in tiles.
+    `ba` is b and a, concatenated.
     """
     dtype = parts.dtype
     qkv = parts.project("qkv", x).astype(dtype)

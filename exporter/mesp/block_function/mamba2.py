@@ -15,8 +15,6 @@ from mesp.models.mixers import Mamba2Mixer
 def mix_by_mamba2(mixer: Mamba2Mixer, parts: Parts, x: mx.array) -> tuple[list[mx.array], mx.array]:
     """Returns [z, xBC, dt, o] of x [1, T, hidden], and RMSNorm(o ∘ silu(z)), the output
     projection's input.
-
-    Heads do not depend on each other, so they are computed in tiles.
     """
     values, dtype = mixer.values, parts.dtype
     projected = parts.project("in", x).astype(dtype)

@@ -25,10 +25,7 @@ def mlp_by_tokens(
     x: mx.array, gate: Projection, up: Projection, down: Projection,
     act: Callable[[mx.array], mx.array], plus: mx.array | None,
 ) -> list[mx.array]:  # fmt: skip
-    """Returns the result of `plain_mlp`, computed in tiles of tokens.
-
-    The tiles are for a GPU, which multiplies by packed weights without unpacking them.
-    """
+    """The tiles are for a GPU, which multiplies by packed weights without unpacking them."""
     length, features = x.shape[1], down.a.shape[0]
     ys, gates, ups = [], [], []
     for rows in tiles.cut(length, max(length * tiles.NUMBERS_A_TOKEN // features, 8)):

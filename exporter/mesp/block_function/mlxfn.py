@@ -61,9 +61,6 @@ def check_mlx() -> None:
 def one_primitive(
     name: str, state: tuple, inputs: list[mx.array], shape: tuple[int, ...], dtype: mx.Dtype
 ) -> bytes:
-    """Returns a file with one function: the primitive `name` on the CPU, with inputs like
-    `inputs`.
-    """
     ids = [_pack("Q", i) for i in range(len(inputs) + 1)]
     *taken, result = ids
     tape = [i + _pack("??", False, False) for i in taken]
@@ -78,9 +75,6 @@ def one_primitive(
 
 
 def on_device(file: bytes, device: str) -> bytes:
-    """Returns the file with every primitive moved to the first stream of `device`, "cpu"
-    or "gpu".
-    """
     moved = bytearray(file)
     for primitive in primitives(file):
         struct.pack_into(STREAM, moved, primitive.stream, 0, DEVICES[device], 0)
@@ -109,7 +103,7 @@ def _array(shape: tuple[int, ...], dtype: mx.Dtype) -> bytes:
 
 @dataclass(frozen=True)
 class Array:
-    """An array in a file. `dtype` is MLX's code of the dtype and the element size in bytes."""
+    """`dtype` is MLX's code of the dtype and the element size in bytes."""
 
     shape: tuple[int, ...]
     dtype: tuple[int, int]
@@ -121,7 +115,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Primitive:
-    """A primitive in a file. `stream` is the byte offset of its stream."""
+    """`stream` is the byte offset of its stream."""
 
     stream: int
     device: int

@@ -36,7 +36,6 @@ class Parts:
         return function(x, self.arrays[f"{name}.weight"].astype(x.dtype), eps or self.eps)
 
     def vector(self, name: str) -> mx.array:
-        """Returns the array `name` in float32."""
         return self.arrays[name].astype(mx.float32)
 
     def project(

@@ -62,7 +62,6 @@ def projections(
     block: Block, layout: Layout, arrays: dict[str, mx.array], lora: mx.array,
     scale: mx.array, dtype: mx.Dtype | None,
 ) -> dict[str, Projection]:  # fmt: skip
-    """Returns the block's projections (`q`, …, `down`) of `arrays` and the flat `lora`."""
     modules, start = {}, 0
     sizes = block.sizes()
     rank = lora.size // block.lora_size(1)

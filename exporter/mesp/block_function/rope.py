@@ -21,10 +21,7 @@ def _periods(mixer: AttentionMixer) -> mx.array:
 
 
 def fast_rope(mixer: AttentionMixer, fast: ModuleType) -> Turn:
-    """Returns RoPE by the fused primitive of `fast`.
-
-    RoPE rotates the first dimensions, and leaves the other dimensions unchanged.
-    """
+    """Returns RoPE by the fused primitive of `fast`."""
     if not mixer.frequencies:
         return lambda x, rows: x
     size, periods = 2 * len(mixer.frequencies), _periods(mixer)

@@ -20,9 +20,7 @@ FEWEST_HEADS = 2
 
 
 def cut(size: int, largest: int) -> Iterator[slice]:
-    """Cuts range(size) into slices of one length, which is at most `largest`. The last slice may be
-    shorter.
-    """
+    """Cuts range(size) into slices of one length, which is at most `largest`."""
     length = math.ceil(size / math.ceil(size / largest))
     for start in range(0, size, length):
         yield slice(start, min(start + length, size))

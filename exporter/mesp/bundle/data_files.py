@@ -64,8 +64,7 @@ def write_index(folder: Path, data: Mapping[str, DataSplit]) -> None:
 def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
     """Replaces the data of a finished bundle, and returns the bundle's new manifest.
 
-    One rename switches to the new manifest and the new data. So an interruption leaves the bundle
-    whole.
+    One rename switches to the new manifest and the new data.
     """
     with (
         plain_os_errors(f"Cannot write the data to {bundle}"),

@@ -266,7 +266,6 @@ def choose_dtype(weights: Weights) -> str:
 
 
 def sort_numbers(numbers: int | Sequence[int]) -> list[int]:
-    """Returns the distinct numbers, ascending."""
     found = [numbers] if isinstance(numbers, int) else sorted(set(numbers))
     if any(number < 1 for number in found):
         raise MespError(f"Sequence lengths and ranks are 1 or more, and not {found[0]}.")

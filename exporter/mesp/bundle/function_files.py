@@ -19,8 +19,7 @@ def write_functions(
 
     A GPU's functions, also those for packed records with `options.pack`, have fused primitives.
     Blocks with the same layout, mixer and MLP form a group. Two groups share a file if their
-    functions for that sequence length are equal. For example, a sliding window changes nothing in a
-    sequence that is no longer than the window.
+    functions for that sequence length are equal.
     """
     members: dict[tuple[Layout, Block], list[int]] = {}
     for i, described in enumerate(zip(layouts, arch.blocks, strict=True)):

@@ -77,9 +77,7 @@ def _is_split(entry: Any) -> bool:
 
 @dataclass(frozen=True)
 class ModelName:
-    """The model that a bundle was exported from. `revision` is None unless the weights came from
-    the Hugging Face Hub.
-    """
+    """`revision` is None unless the weights came from the Hugging Face Hub."""
 
     id: str
     revision: str | None = None
@@ -191,8 +189,6 @@ class DataSplit:
 
 @dataclass(frozen=True)
 class File:
-    """A file of a bundle; `path` is relative to the bundle's folder, and `size` is in bytes."""
-
     path: str
     size: int
     sha256: str

@@ -131,7 +131,7 @@ def per_layer_pieces(
 def write_weights(
     path: Path, layout: Layout, pieces: Iterable[Piece], progress: Callable[[int], Any]
 ) -> None:
-    """Writes a weight file. `progress` gets a number of bytes after each piece."""
+    """`progress` gets a number of bytes after each piece."""
     with open(path, "xb") as file:
         file.truncate(layout.words * 4)
         for name, row, array in pieces:

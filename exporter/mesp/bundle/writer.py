@@ -112,7 +112,6 @@ def write_model(
 def tokenize(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions, tokenizer: Any
 ) -> dict[str, Split]:
-    """Returns the tokenized data by split."""
     longest = max(options.seq_lens)
     if options.data is None:
         if isinstance(weights, RandomWeights):

@@ -207,8 +207,7 @@ def summary(out: Path, manifest: Manifest) -> str:
 
 
 def describe_weights(manifest: Manifest) -> str:
-    """Returns a description of the main quantization and of differences from it. Routers and
-    experts' matrices are not considered.
+    """Routers and experts' matrices are not considered.
 
     If only the head differs, alone or with the embedding, its quantization is described.
     """

@@ -97,10 +97,7 @@ def main(
 
 
 def prepare_federation(context: click.Context, simulated: bool = True) -> Federation:
-    """Returns a federation with the command's options, or the federation to resume.
-
-    Writes the federation's settings.
-    """
+    """Writes the federation's settings."""
     bundle, output, resume = (context.params[name] for name in ("bundle", "output", "resume"))
     own, training = find_given(context, FederationSettings), find_given(context, TrainSettings)
     if resume:

@@ -90,8 +90,7 @@ def show_models() -> None:
 def plans_without_weights(
     source: Source, arch: Architecture, files: WeightFiles, options: ExportOptions
 ) -> dict[int, dict[str, Any]]:
-    """Returns the training plans of a bundle whose weight files hold only zeros. Planning does not
-    read weights."""
+    """Planning does not read weights."""
     with (
         plain_os_errors("Cannot plan the training"),
         tempfile.TemporaryDirectory(prefix="mesp-") as path,

@@ -27,8 +27,6 @@ SMOOTHING = 10
 
 
 class TrainingProgress:
-    """Shows a run's progress on standard error, as a live bar if standard error is a terminal."""
-
     def __init__(self, method: str, steps: int) -> None:
         self.steps = steps
         self.begin = time.monotonic()

@@ -20,10 +20,8 @@ NAMES = {CHOSEN: "chosen", REJECTED: "rejected", GOOD: "good", BAD: "bad"}
 
 
 def show_records(path: Path, count: int) -> None:
-    """Prints the first `count` records of the train split of the bundle at `path`.
-
-    The part in the loss is between ⟦ and ⟧, in colour on a terminal. A stream counts as one record,
-    which is cut to its first sequence.
+    """The part in the loss is between ⟦ and ⟧, in colour on a terminal. A stream counts as one
+    record, which is cut to its first sequence.
     """
     bundle, console = Bundle(path), Console(soft_wrap=True, highlight=False)
     tokenizer = load_bundle_tokenizer(path)

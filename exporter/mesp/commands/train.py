@@ -93,10 +93,8 @@ def main(
 
 
 def resume_command(job: TrainingJob) -> str:
-    """Returns the command that continues a stopped run.
-
-    The command includes --reward, because a reward function is imported only if it is given on the
-    command line.
+    """The command includes --reward, because a reward function is imported only if it is given on
+    the command line.
     """
     command = ["mesp", "train", "--resume", "--out", str(job.folder)]
     if job.settings.reward is not None:
@@ -105,8 +103,8 @@ def resume_command(job: TrainingJob) -> str:
 
 
 def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
-    """Prints a run's plan and its memory with each optimizer. With the device gpu, also prints a
-    step's work on a phone's GPU if mesp-count can count it.
+    """With the device gpu, also prints a step's work on a phone's GPU if mesp-count can
+    count it.
     """
     engine, settings = find_engine(), job.to_json()
     click.echo(describe_plan(plan))

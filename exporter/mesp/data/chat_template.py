@@ -204,7 +204,7 @@ class Rendering:
 
     @property
     def texts(self) -> list[Text]:
-        """The texts. A text's index is the number in its mark."""
+        """A text's index is the number in its mark."""
         return self._marks[1]
 
     def render(self, messages: list[Message], asks: bool = False) -> str:
@@ -225,7 +225,7 @@ class Rendering:
         texts: list[Text] = []
 
         def mark(message: int, kind: str, text: str) -> str:
-            """Returns a mark for the text. White space and flags around the text are kept."""
+            """White space and flags around the text are kept."""
             found = ENDS.fullmatch(text)
             if not found["body"]:
                 return text
@@ -373,10 +373,7 @@ def without_tags(message: Message) -> str:
 
 
 def template_messages(messages: list[Message], with_text: bool = False) -> list[Message]:
-    """Returns messages for a template, without weights.
-
-    With `with_text`, the arguments of tool calls are a JSON string.
-    """
+    """With `with_text`, the arguments of tool calls are a JSON string."""
     found = [{key: value for key, value in each.items() if key != "weight"} for each in messages]
     for message in found if with_text else []:
         message[CALLS] = copy.deepcopy(message.get(CALLS, []))

@@ -32,7 +32,6 @@ class Encoder:
         return bool(self.tokenizer.has_chat_template) if self.chat is None else self.chat
 
     def noted(self, encoded: Encoded, *texts: str) -> Encoded:
-        """Returns `encoded`, with a note if a text has control tokens inside."""
         within, are_read = [*texts], f"{SPLIT} encodes as text"
         if not self.split_special:
             are_read = f"the model reads as such without {SPLIT}"

@@ -190,9 +190,7 @@ def has_answer(record: AnyRecord, loss_on: str) -> bool:
 
 
 def encode_all(data: str, records: Records, encoder: Encoder) -> dict[str, list[Encoded]]:
-    """Returns the encoded records of each split. In preference data, each answer is encoded
-    separately.
-    """
+    """In preference data, each answer is encoded separately."""
     encoded: dict[str, list[Encoded]] = {split: [] for split in records}
     refused: list[MespError] = []
     for split, each in records.items():

@@ -47,8 +47,8 @@ class Encoded:
 
 
 def encode_conversation(rendering: Rendering, loss_on: str) -> Encoded:
-    """Returns an encoded conversation. `loss_on` names the part in the loss: ``answers``, ``last``
-    (the last message, if it is an answer) or ``all``.
+    """`loss_on` names the part in the loss: ``answers``, ``last`` (the last message, if it is an
+    answer) or ``all``.
 
     With other templates, the conversation is rendered up to each answer to find the answer.
 

@@ -154,9 +154,7 @@ def _parsed(value: Any, empty: str, fault: str, strict: bool = False) -> Any:
 
 
 def read_template_inputs(fields: Fields) -> dict[str, Any]:
-    """Takes a record's tools and options for the chat template.
-
-    Tools are a list of objects, or such a list as a JSON string. Raises MespError for any other
+    """Tools are a list of objects, or such a list as a JSON string. Raises MespError for any other
     value, or for a tool without a name.
     """
     where, tools, options = fields.where, fields.take("tools"), fields.take(OPTIONS)

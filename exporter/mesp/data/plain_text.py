@@ -111,9 +111,8 @@ def begin_of_text(tokenizer: Any) -> int | None:
 
 
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
-    """Cuts a long text at starts of lines. Encoding the whole text at once would take much memory.
-
-    Only white space before a cut may be encoded differently.
+    """Cuts a long text at starts of lines. Encoding the whole text at once would take much
+    memory.
     """
     start = 0
     while start < len(text):

@@ -10,8 +10,7 @@ HELD_OUT = 10
 def python_docs() -> dict[str, list[Text]]:
     """Returns the prose of Python's language reference, which comes with Python (`help("topics")`).
 
-    Code and grammar are left out, and lines are joined. Topics repeat passages, so each passage is
-    kept once. One section in `HELD_OUT` is held out.
+    Code and grammar are left out, and lines are joined.
     """
     from pydoc_data.topics import topics
 
@@ -37,7 +36,6 @@ PROMPT_WORDS, ANSWER_WORDS = 8, 12
 
 
 def python_docs_pairs() -> dict[str, list[Pair]]:
-    """Returns pairs of answers made from `python_docs`."""
     return {split: _pairs(documents) for split, documents in python_docs().items()}
 
 

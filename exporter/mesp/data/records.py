@@ -33,7 +33,7 @@ Said = str | list[Message]  # a prompt or an answer
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A record. `where` is its place, for error messages.
+    """`where` is its place, for error messages.
 
     `unread` are the names of its columns and keys that have values and that nothing reads.
     """
@@ -295,7 +295,7 @@ def read_record(
 
 
 def kind_of(records: Iterable[AnyRecord]) -> type[AnyRecord]:
-    """Returns the kind of all records. Raises MespError if the kinds differ."""
+    """Raises MespError if the kinds differ."""
     first, *others = records
     for each in others:
         if each.kind != first.kind:

@@ -188,7 +188,7 @@ def as_object(where: str, record: Any) -> dict[str, Any]:
 
 
 def read_cell(where: str, value: Any, type: Any = None) -> Any:
-    """Returns the value of a table's cell. `type` is its type in Arrow, which may be JSON.
+    """`type` is its type in Arrow, which may be JSON.
 
     The result lacks null entries, because a table has null where an object lacks a key.
     """
@@ -267,10 +267,8 @@ def _read_table(file: BinaryIO, name: str, most: int, delimiter: str = ",") -> I
 
 
 def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
-    """Yields the rows of a parquet file, some at a time.
-
-    A few bytes of a file may stand for gigabytes of repeated text. So the texts are first read as
-    dictionary indices, to compute the decoded size.
+    """A few bytes of a file may stand for gigabytes of repeated text. So the texts are first read
+    as dictionary indices, to compute the decoded size.
     """
     try:
         import pyarrow

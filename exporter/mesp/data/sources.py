@@ -30,9 +30,7 @@ NO_DATA = re.compile(
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of the data that is read.
-
-    `subset` is the name of a dataset's configuration. `splits` has the source of each of MeSP's
+    """`subset` is the name of a dataset's configuration. `splits` has the source of each of MeSP's
     splits, as an expression of the datasets library.
     """
 

@@ -139,9 +139,6 @@ def check_labels(data: str, splits: Mapping[str, Split]) -> None:
 
 
 def held_out_of(count: int, fraction: float, least: int = 1) -> int:
-    """Returns how many of `count` records or tokens are held out: `fraction` of them, at least
-    `least`.
-    """
     if not 0 <= fraction < 1:
         raise MespError(f"--hold-out is 0 or more and below 1, and not {fraction}.")
     return max(int(count * fraction), least) if fraction else 0

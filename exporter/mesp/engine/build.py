@@ -219,9 +219,8 @@ def user_cache() -> Path:
 
 
 def cached_program(sources: Path, mlx: Path, program: Program = ENGINE) -> Path:
-    """Returns the path of the program for these sources and this `mlx` package.
-
-    The program contains the path of MLX's library, so each Python environment has its own program.
+    """The program contains the path of MLX's library, so each Python environment has its own
+    program.
     """
     digest = hashlib.sha256(str(mlx).encode())
     for path in sorted(path for path in sources.rglob("*") if path.is_file()):
@@ -274,9 +273,7 @@ def build_program(
     *,
     for_wheel: bool = False,
 ) -> Path:
-    """Builds a program for release and returns its path.
-
-    `scratch` is the build folder, by default the package's .build. With `for_wheel`, the program
+    """`scratch` is the build folder, by default the package's .build. With `for_wheel`, the program
     runs without an installed Swift, and finds MLX relative to the folder CARRIED.
     """
     swift = shutil.which("swift")

@@ -15,8 +15,8 @@ Encode = Callable[..., list[int]]
 
 
 class EvaluatedModel:
-    """The engine and a tokenizer. The model sees at most `max_length` tokens at once, so long
-    prompts are cut. `at_once` texts are generated together.
+    """The model sees at most `max_length` tokens at once, so long prompts are cut. `at_once` texts
+    are generated together.
     """
 
     def __init__(

@@ -58,8 +58,6 @@ class Tasks:
 
 
 class HarnessModel(TemplateLM):
-    """A bundle's model with the harness's interface."""
-
     def __init__(
         self, model: EvaluatedModel, advance: Callable[[], None], kwargs: Mapping[str, Any]
     ) -> None:

@@ -17,10 +17,7 @@ from mesp.formatting import decimal
 
 @dataclass(frozen=True)
 class Row:
-    """A metric of a model.
-
-    `adapters` describes the model's adapters.
-    """
+    """`adapters` describes the model's adapters."""
 
     task: str | None
     metric: str
@@ -33,7 +30,6 @@ class Row:
 def make_rows(
     adapters: Sequence[str | None], metrics: Sequence[Sequence[Metric]]
 ) -> tuple[Row, ...]:
-    """Returns a row for each metric of each model."""
     return tuple(
         Row(
             metric.task,

@@ -90,17 +90,14 @@ TRAINING = {"steps": 10, "freeze_a": True}
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds in `folder`.
-
-    `training` are the clients' settings for mesp-engine.
-    """
+    """`training` are the clients' settings for mesp-engine."""
 
     folder: Path
     training: dict[str, Any]
     evaluation: dict[str, Any]
 
     def path(self, number: int) -> Path:
-        """Returns the folder of a round. Round 0 has the initial adapters."""
+        """Round 0 has the initial adapters."""
         return self.folder / f"{number:03d}"
 
     @property

@@ -27,10 +27,7 @@ SETTINGS = tuple(
 
 @dataclass(frozen=True)
 class Client:
-    """A client of a federation.
-
-    `data` is a folder of tokens, or None for the bundle's own data.
-    """
+    """`data` is a folder of tokens, or None for the bundle's own data."""
 
     name: str
     bundle: Path
@@ -40,10 +37,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a client's training in a round.
-
-    `targets` is the number of trained tokens in the loss.
-    """
+    """`targets` is the number of trained tokens in the loss."""
 
     arrays: Arrays
     targets: int

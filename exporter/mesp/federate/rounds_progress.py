@@ -24,9 +24,7 @@ class RoundsProgress:
         self.status.stop()
 
     def show(self, record: dict[str, Any]) -> None:
-        """Shows a round's record. The first record is that of the last completed round, or of the
-        initial adapters.
-        """
+        """The first record is that of the last completed round, or of the initial adapters."""
         number = record["round"]
         self.console.print(line(record, self.rounds, self.before), markup=False, soft_wrap=True)
         if "discarded" in record:

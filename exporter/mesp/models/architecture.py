@@ -258,7 +258,6 @@ class Architecture:
         return list(dict.fromkeys(map(short, self.modules))) + [EXPERTS] * self.has_experts
 
     def training_experts(self) -> Architecture:
-        """Returns the architecture with trainable experts."""
         mlps = (
             replace(mlp, experts=replace(mlp.experts, trained=True)) if mlp.experts else mlp
             for mlp in self.mlps
@@ -467,7 +466,6 @@ class Block:
         return weights + vectors + sum(self.norms().values()) + sum(self.biases().values())
 
     def within(self, length: int) -> Block:
-        """Returns the block for sequences of `length` tokens."""
         return replace(self, mixer=self.mixer.within(length))
 
 

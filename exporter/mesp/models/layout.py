@@ -96,7 +96,6 @@ class Layout:
 
     @classmethod
     def of(cls, arrays: Iterable[Array], stacked: Iterable[Array] = (), count: int = 0) -> Layout:
-        """Lays out `arrays` (name, shape, dtype) one after another."""
         specs, offset = [], 0
 
         def add(arrays: Iterable[Array]) -> Iterator[ArraySpec]:

@@ -107,7 +107,6 @@ class GatedDeltaNet:
     kernel_size: int
 
     def within(self, length: int) -> GatedDeltaNet:
-        """Returns the mixer itself, because no field depends on the sequence length."""
         return self
 
     @property
@@ -129,8 +128,7 @@ class GatedDeltaNet:
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the weights outside of linear layers. Each row of conv1d is a
-        channel."""
+        """Returns the shapes of the weights outside of linear layers."""
         shapes = {
             "conv1d.weight": (self.conv_dim, self.kernel_size),
             "norm.weight": (self.value_head_dim,),
@@ -164,7 +162,6 @@ class ShortConvolution:
     kernel_size: int
 
     def within(self, length: int) -> ShortConvolution:
-        """Returns the mixer itself, because no field depends on the sequence length."""
         return self
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
@@ -174,7 +171,7 @@ class ShortConvolution:
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of the convolution's weight. Each row is a channel."""
+        """Returns the shape of the convolution's weight."""
         return {"conv.conv.weight": (hidden, self.kernel_size)}
 
     def check(self) -> None:
@@ -206,7 +203,6 @@ class Mamba2Mixer:
     norm_eps: float
 
     def within(self, length: int) -> Mamba2Mixer:
-        """Returns the mixer itself, because no field depends on the sequence length."""
         return self
 
     @property
@@ -225,8 +221,7 @@ class Mamba2Mixer:
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the weights outside of linear layers. Each row of conv1d is a
-        channel."""
+        """Returns the shapes of the weights outside of linear layers."""
         shapes = {
             "conv1d.weight": (self.conv_dim, self.kernel_size),
             "conv1d.bias": (self.conv_dim,),

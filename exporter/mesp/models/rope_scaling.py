@@ -85,7 +85,6 @@ def _proportional(base: list[float], scaling: dict, config: dict) -> tuple[list[
 
 
 def _llama3(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """Divides low frequencies by `factor`, keeps high ones, and interpolates between them."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     length = scaling["original_max_position_embeddings"]
     frequencies = []
@@ -106,7 +105,6 @@ def _longrope(base: list[float], scaling: dict, config: dict) -> tuple[list[floa
 
 
 def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """Divides low frequencies by `factor`, keeps high ones, and interpolates between them."""
     factor, size = scaling["factor"], 2 * len(base)
     length = scaling["original_max_position_embeddings"]
 

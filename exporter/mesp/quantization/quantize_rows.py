@@ -108,9 +108,7 @@ def read_rows(
 def _on_every_core(
     compute: Callable[[slice], tuple[mx.array, ...]], tiles: Iterable[slice]
 ) -> Iterator[tuple[slice, tuple[mx.array, ...]]]:
-    """Yields each tile and its result, in order. Several streams are used, because MLX runs each
-    CPU stream on one thread.
-    """
+    """Several streams are used, because MLX runs each CPU stream on one thread."""
     pending: deque[tuple[slice, tuple[mx.array, ...]]] = deque()
     for tile, stream in zip(tiles, cycle(_streams()), strict=False):
         with mx.stream(stream):

@@ -43,9 +43,7 @@ def rope_backward(dy: mx.array, mixer: AttentionMixer) -> mx.array:
 
 
 def _by_group(q: mx.array, kv_heads: int) -> mx.array:
-    """Reshapes [1, heads, T, D] to [1, kv_heads, group, T, D]. The query heads of a group share a
-    key and value head.
-    """
+    """Reshapes [1, heads, T, D] to [1, kv_heads, group, T, D]."""
     return q.reshape(1, kv_heads, -1, *q.shape[2:])
 
 

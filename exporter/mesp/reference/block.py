@@ -75,9 +75,7 @@ def intermediate_names(block: Block) -> tuple[str, ...]:
 
 
 def records(starts: Sequence[int], T: int) -> list[slice]:
-    """Returns the slice of each record in a sequence of T tokens. `starts` are the records' first
-    positions, in ascending order.
-    """
+    """Returns the slice of each record in a sequence of T tokens."""
     return [slice(*ends) for ends in pairwise([*starts, T])]
 
 

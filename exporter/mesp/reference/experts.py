@@ -119,9 +119,8 @@ def mix_by_experts_backward(
 
 
 def weigh_mlp(x: mx.array, out: mx.array, weights: Weights, mlp: MLP) -> mx.array:
-    """Returns y = w ∘ out [1, T, hidden], with w = sigmoid(x gᵀ), or y = out if the MLP has no g.
-
-    `out` is the output of an MLP beside experts.
+    """Returns y = w ∘ out [1, T, hidden], with w = sigmoid(x gᵀ), or y = out if the MLP has
+    no g.
     """
     g = _mlp_gate(weights, mlp, x.shape[-1])
     return out if g is None else mx.sigmoid(x @ g.T) * out

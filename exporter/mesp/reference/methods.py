@@ -293,8 +293,8 @@ def step_example(
 ) -> tuple[int, int]:
     """Returns the example (start, length) that `step` (from 0) trains on.
 
-    Examples without targets are skipped. The others are visited in the order of `step_window`.
-    `mask` has an entry for each token of the stream: 0 if the token is not a target.
+    Examples without targets are skipped. `mask` has an entry for each token of the stream: 0 if the
+    token is not a target.
     """
     cut = [(start, min(length, seq_len + 1)) for start, length in examples]
     usable = [(start, length) for start, length in cut if any(mask[start + 1 : start + length])]

@@ -42,9 +42,8 @@ class Model:
 
 
 def dequantize(weights: Weights, name: str, in_size: int) -> mx.array:
-    """Returns W [out, in], float32, from `name`weight, `name`scales and, if present, `name`biases.
-
-    The quantization follows from the arrays' shapes.
+    """Returns W [out, in], float32, from `name`weight, `name`scales and, if present,
+    `name`biases.
     """
     quantization = Quantization.of(weights, name, in_size)
     packed, scales, *biases = (weights[name + part] for part in quantization.parts)

@@ -16,10 +16,8 @@ public struct Architecture: Decodable, Sendable, Equatable {
     package let hfPrefix: String
     package let biases: [String]
     package let mixers: [Mixer]
-    /// For each block, the index of its mixer in `mixers`.
     package let layers: [Int]
     package let mlps: [MLP]
-    /// For each block, the index of its MLP in `mlps`.
     package let mlpLayers: [Int]
     package let perLayer: PerLayerEmbedding?
     /// The layers and parameters of Hugging Face's model that concatenate the outputs of several modules of a block, or nil if there are none.
@@ -27,7 +25,6 @@ public struct Architecture: Decodable, Sendable, Equatable {
 
     public var numHiddenLayers: Int { layers.count }
 
-    /// The short names of the linear layers, which are trained by default.
     package var projectionNames: [String] { unique(modules.map(\.shortName)) }
     package var trainableNames: [String] { unique(trainable.map(\.shortName)) }
 }
@@ -71,7 +68,6 @@ extension Architecture {
         }.max() ?? 1
     }
 
-    /// The indices of the blocks whose keys and values other blocks reuse.
     package var owners: Set<Int> { Set(layers.indices.compactMap(keysOf)) }
 
     /// Whether the blocks that reuse keys and values are consistent. Such a block must have no gate. It must reuse the keys and values of an earlier
@@ -91,7 +87,6 @@ extension Architecture {
         mixers.map { if case .attention(let mixer) = $0 { mixer.numAttentionHeads } else { 1 } }.max() ?? 1
     }
 
-    /// The largest number of query heads that share a key-value head, or 1 without attention.
     package var headsPerKey: Int {
         mixers.map { if case .attention(let a) = $0 { a.numAttentionHeads / a.numKeyValueHeads } else { 1 } }.max() ?? 1
     }
@@ -100,7 +95,6 @@ extension Architecture {
         mixers.map { $0.mixerWidth(hidden: hiddenSize) }.max() ?? hiddenSize
     }
 
-    /// Whether some block has a mixer other than attention.
     package var isRecurrent: Bool {
         mixers.contains { if case .attention = $0 { false } else { true } }
     }

@@ -61,7 +61,6 @@ package struct BlockShape: Sendable, Equatable {
             + biased.map { Weight(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
     }
 
-    /// The block's quantized matrices: those of the modules, the experts and the router, and the gate of the shared MLP.
     package var matrices: [Weight] {
         func ofModules(_ modules: [Module]) -> [Weight] {
             modules.map { module in
@@ -98,7 +97,6 @@ package struct BlockShape: Sendable, Equatable {
 package struct Weight {
     package let name: String
     package let shape: [Int]
-    /// Whether the tensor is float32 even if the bundle has another dtype.
     package let isFloat32: Bool
 
     package init(name: String, shape: [Int], isFloat32: Bool = false) {

@@ -6,7 +6,6 @@ package struct Experts: Decodable, Sendable, Equatable {
 
     /// The name of the router's matrix `[num_experts, hidden]`.
     package let router: String
-    /// The prefix of the names of the experts' stacked matrices.
     let matrices: String
     package let scores: Scores
     /// The name of a vector added to the scores when experts are chosen, or nil. It does not affect the weights of the chosen experts.

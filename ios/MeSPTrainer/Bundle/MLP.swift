@@ -21,7 +21,6 @@ package struct MLP: Decodable, Sendable, Equatable {
     }
 }
 
-/// The function f in the gated activation f(gate) ∘ up.
 package enum Activation: String, Codable, Sendable {
     /// silu(x) = x σ(x)
     case silu

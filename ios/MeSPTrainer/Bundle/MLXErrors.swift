@@ -103,7 +103,6 @@ package enum MLXErrors {
         if let work, work.stream != nil, work.isRepeated { work.interruption.error = error }
     }
 
-    /// Whether the piece of work in progress was interrupted.
     package static var isInterrupted: Bool { work?.interruption.error != nil }
 
     /// Checks for errors without waiting for the GPU. A GPU may report an error later; see `confirm`.
@@ -244,7 +243,6 @@ extension MLXArray {
         return array.item(type)
     }
 
-    /// Returns the elements in row-major order.
     package func numbers<T: HasDType>(_ type: T.Type) throws -> [T] {
         let array = asType(T.dtype)
         try array.compute()

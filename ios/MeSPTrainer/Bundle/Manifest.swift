@@ -80,13 +80,10 @@ public struct Manifest: Decodable, Sendable {
     package let blocks: [Blocks]
     package let embedding: PackedFile
     package let head: PackedFile
-    /// The files of the per-layer token embeddings and of the projection added to them, or nil if the model has neither.
     package let perLayerEmbedding: PackedFile?
     package let perLayerProjection: PackedFile?
     package let data: [String: Tokens]?
-    /// Token ids at which generation stops, or nil if the manifest lists none.
     package let endTokens: [Int]?
-    /// The digest of the source model and the options, for a bundle made on a device.
     package let source: String?
     package let files: [File]
 }

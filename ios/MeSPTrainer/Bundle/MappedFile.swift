@@ -25,7 +25,6 @@ package func mappedWords(_ url: URL, size: Int, modified: Duration?, known: MLXA
     return words
 }
 
-/// A hook for tests, which can pretend that the process has no address space left.
 package enum Addresses {
     @TaskLocal package static var areUsedUp: @Sendable () -> Bool = { false }
 }

@@ -1,6 +1,5 @@
 import MeSPFiles
 
-/// The part of a block that combines tokens: projections of the normed input, a formula, and an output projection.
 package enum Mixer: Sendable, Equatable {
     case attention(AttentionMixer)
     case gatedDeltaNet(GatedDeltaNetMixer)
@@ -35,7 +34,6 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
 
     package var queryWidth: Int { numAttentionHeads * headDim }
     package var keyValueWidth: Int { numKeyValueHeads * headDim }
-    /// Whether a projection g computes one output gate per head.
     package var headGate: Bool { modules.contains { $0.projections.contains(.g) } }
     package var gateDim: Int { outputGate ? headDim : headGate ? 1 : 0 }
 }
@@ -77,7 +75,6 @@ package struct Mamba2Mixer: Decodable, Sendable, Equatable {
 }
 
 extension Mixer {
-    /// The linear layers, in the order of flat LoRA vectors.
     var modules: [Module] {
         switch self {
         case .attention(let mixer): mixer.modules

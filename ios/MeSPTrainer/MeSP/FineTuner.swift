@@ -37,7 +37,6 @@ public final class FineTuner: Sendable {
     private let runs: RunFolders
     private let controller: RunController
     private static let turn = Turn()
-    /// What `pause()` and `setBackgroundTime(_:)` ask of this fine-tuner's runs.
     @MainActor private var isPaused = false
     @MainActor private var backgroundTime: GrantedTime?
     @MainActor private var isTraining = false
@@ -75,10 +74,8 @@ public final class FineTuner: Sendable {
         self.controller = await controller()
     }
 
-    /// Whether the current task is within `whilePaused`.
     @TaskLocal private static var isHolding = false
 
-    /// The error if no work can begin now.
     private static var refusal: FineTuningError {
         isHolding
             ? FineTuningError("A run or an answer would wait for the end of whilePaused; begin it afterwards.", .busy)
@@ -86,7 +83,6 @@ public final class FineTuner: Sendable {
     }
 
     static let busy: Sentence = "A run is in progress; stop it first."
-    /// Whether a run or an answer is in progress.
     static var isBusy: Bool { turn.isTaken }
 
     private static func folder(of bundle: URL) -> URL {
@@ -492,8 +488,7 @@ private final class Turn: @unchecked Sendable {
         lock.withLock { current?.owner == ObjectIdentifier(owner) ? current?.work : nil }
     }
 
-    /// Begins `body` and returns its task; nil if other work is in progress. `body` returns a closure, which is called when other work may begin
-    /// again.
+    /// `body` returns a closure, which is called when other work may begin again.
     func take(
         for owner: FineTuner, _ body: @escaping @Sendable () async -> @Sendable () -> Void
     ) -> Task<Void, Never>? {

@@ -16,7 +16,6 @@ public struct FineTuningError: LocalizedError, SentenceError, CustomStringConver
 
     package init(_ sentence: Sentence, _ kind: Kind? = nil) { self.sentence = sentence.about(kind) }
 
-    /// - Parameter other: the kind of an error that has none.
     init(_ error: any Error, else other: Kind? = nil) {
         let sentence = error.plainSentence
         self.init(sentence, sentence.kind ?? other)

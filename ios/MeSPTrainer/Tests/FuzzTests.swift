@@ -12,12 +12,10 @@ import Testing
 @testable import MeSPDownload
 @testable import MeSPFiles
 
-/// Tests damaged files. Each is read, or refused with a sentence, and takes little memory.
 @Suite(.serialized) struct FuzzTests {
     /// The number of cases of each kind. `make test-slow` sets it to 10,000.
     static let cases = ProcessInfo.processInfo.environment["MESP_FUZZ_CASES"].flatMap(Int.init) ?? 400
 
-    /// SplitMix64. The seed makes the cases reproducible.
     struct Generator: RandomNumberGenerator {
         var state: UInt64
 

@@ -21,8 +21,6 @@
             }
         }
 
-        // MARK: - Numbers
-
         #if os(Linux)
             @Test(arguments: plain) func productsOfFloat32KeepTheirPrecision(_ folder: URL) throws {
                 setenv("MLX_ENABLE_TF32", "0", 1)  // as MLXSupport does before the first use of MLX
@@ -32,8 +30,6 @@
                 for (ours, exact) in zip(metal, exact) { #expect(relativeError(ours, exact) == 0) }
             }
         #endif
-
-        // MARK: - The self-check
 
         private func checked(_ name: String, _ rules: MetalRules) throws -> SelfCheckReport.Check {
             let bundle = try ModelBundle(url: try #require(Fixture.tied).appendingPathComponent("bundle.mesp"))
@@ -52,8 +48,6 @@
                 #expect(found.measured.first { $0.name == "in force" }?.value == 1, "\(found.sentence.english)")
             }
         #endif
-
-        // MARK: - Errors
 
         private func refused(from first: Int) -> MetalRules {
             var failing = FailingCommandBuffers(first: first)
@@ -145,8 +139,6 @@
             }
         }
 
-        // MARK: - Leaving the app
-
         /// In the first step `atBlock` is also called within blocks, because a GPU compiles kernels during that step.
         @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("gpu") })
         func theFirstStepWaitsWithinItsBlocks(_ folder: URL) throws {
@@ -203,8 +195,6 @@
             for (first, second) in zip(gradients[0], gradients[1]) { #expect(first.arrayEqual(second).item(Bool.self)) }
         }
 
-        // MARK: - Devices
-
         @Test(arguments: [GradientMethod.mesp, .mebp, .mezo]) func aCPUBundleTrainsOnTheCPU(_ method: GradientMethod)
             throws
         {
@@ -235,7 +225,6 @@
                 for method in fixture.exactMethods {
                     try fixture.bundle.withDevice {
                         let trainer = try fixture.trainer(method)
-                        // The second step evaluates less often, because no kernels are compiled.
                         for _ in 0..<2 { _ = try fixture.backpropagate(trainer) { _, _ in } }
                     }
                 }

@@ -21,8 +21,7 @@ import MeSPSentences
         private static let families = folders(
             "tied-gpu", "qwen3_5-gpu", "gemma4-gpu", "lfm2_moe-gpu", "granite-mamba-gpu")
 
-        /// Returns rules under which `count` command buffers fail, beginning with number `buffer`. This number also selects what the failed buffers'
-        /// arrays contain and, if `count` is 1, when the error is thrown.
+        /// Returns rules under which `count` command buffers fail, beginning with number `buffer`.
         private func failure(_ buffer: Int, _ count: Int = 1) -> MetalRules {
             var failing = FailingCommandBuffers(first: buffer)
             failing.count = count
@@ -38,9 +37,6 @@ import MeSPSentences
             return .init(failingBuffers: failing)
         }
 
-        /// Checks that `work` returns the same result if a command buffer or an allocation fails, and that it ends with a promised sentence if all
-        /// fail from one on.
-        ///
         /// - Parameters:
         ///   - samples: the number of buffers, and of allocations, that are tested; nil for all.
         ///   - work: receives the function `failing`, which runs its argument with a failing buffer or allocation.
@@ -62,7 +58,6 @@ import MeSPSentences
             let allocations = try result(refusal(.max)).count
             #expect(buffers > 0 && allocations > 0)
             for (kind, count, rules) in [("buffer", buffers, failure), ("allocation", allocations, refusal)] {
-                // An odd stride changes what a failed buffer contains, and when its error is thrown.
                 for number in stride(from: 1, through: count, by: samples.map { count / $0 | 1 } ?? 1) {
                     do {
                         let (found, all) = try result(rules(number, 1))
@@ -85,8 +80,6 @@ import MeSPSentences
         private func bytes(_ arrays: [String: MLXArray]) -> [String: Data] {
             arrays.mapValues { $0.asData(access: .copy).data }
         }
-
-        // MARK: - Training
 
         private struct Outcome: Equatable {
             var losses = [Float]()
@@ -181,8 +174,6 @@ import MeSPSentences
                 return try PrivateStep(trainer: trainer, secret: secret).step([loss, loss], number: 0)
             }
         }
-
-        // MARK: - A run
 
         private struct Saved: Equatable {
             var log = [String]()
@@ -333,8 +324,6 @@ import MeSPSentences
             }
         }
 
-        // MARK: - Text and likelihoods
-
         private func request(_ temperature: Float, _ tokens: Int, prompt: [Int] = [1, 2, 3]) -> Generator.Request {
             var request = Generator.Request(prompt: prompt)
             (request.maxTokens, request.temperature, request.seed) = (tokens, temperature, 3)
@@ -442,8 +431,6 @@ import MeSPSentences
             }
         }
 
-        // MARK: - The self-check
-
         @Test(arguments: ["gradients.cpu", "resume"])
         func theSelfCheckFindsNoFault(_ name: String) throws {
             let fixture = try Fixture(try #require(Self.plain.first), "gradients")
@@ -467,8 +454,6 @@ import MeSPSentences
                 #expect(sentence.contains("failed three times"), "from buffer \(buffer) on: \(sentence)")
             }
         }
-
-        // MARK: - Reasons
 
         @Test func aRunThatIsAlwaysRefusedEndsWithTheRemedy() throws {
             let buffers = try inFolder { output in withMetal(.init()) { try run(output) }.report.commandBuffers }

@@ -4,7 +4,6 @@ import Testing
 
 @testable import MeSPCore
 
-/// Tests sentences with a translation table like the one that Xcode makes from a String Catalog.
 @Suite struct SentenceTests {
     private func translated(_ table: [String: String]) throws -> Bundle {
         let folder = temporaryFolder().appendingPathComponent("en.lproj")

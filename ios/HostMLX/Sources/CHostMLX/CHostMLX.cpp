@@ -487,7 +487,6 @@ HostArray host_softmax(HostArray a, const int32_t *axes, ptrdiff_t count, bool p
 
 // MARK: Fused operations
 
-/// Returns the ledger if the stream is of a missing GPU, otherwise null.
 static host::LedgerHooks *ledger_of_gpu(mx::Stream s) {
     const bool is_missing_gpu = s.device == mx::Device::gpu && !mx::is_available(mx::Device::gpu);
     return is_missing_gpu ? host::ledger_hooks : nullptr;

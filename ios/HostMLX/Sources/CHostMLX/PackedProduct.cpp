@@ -192,7 +192,6 @@ constexpr int rows_at_once(int most) { return most > 1 ? 1 : 2; }
 /// reaches up to the word's end.
 template <int bits>
 struct Fields {
-    /// The number of words after which the layout repeats.
     static constexpr int period = bits / std::gcd(bits, 32);
     static constexpr int whole = 31 / bits, most_shifted = bits - std::gcd(bits, 32);
     static constexpr int extra_bit = whole * bits - most_shifted, extra = 32 - extra_bit > bits, slots = whole + extra + 1;

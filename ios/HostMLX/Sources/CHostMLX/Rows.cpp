@@ -339,7 +339,6 @@ mx::array fused(const mx::array &result, const std::vector<mx::array> &inputs) {
     };
     mx::Shape shape = result.shape();
     bool isPossible = true, hasReductions = false;
-    /// Checks the input's shape of a reduction. It must be the same for all reductions, and the result must have this shape or one number per row.
     const auto are_rows = [&](const std::optional<mx::Shape> &rows) {
         if (!rows || (hasReductions && *rows != shape)) return false;
         mx::Shape one = *rows;

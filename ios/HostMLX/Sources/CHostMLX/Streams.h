@@ -10,10 +10,8 @@
 
 namespace host {
 
-/// Creates a stream that every thread may use, but only one at a time.
 mlx::core::Stream new_stream(mlx::core::Device device);
 
-/// Returns the stream of `make_gpu_stream` in LedgerHooks.h, if it exists.
 std::optional<mlx::core::Stream> gpu_stream();
 
 /// Prepares the calling thread for calls of MLX. While `gpu_is_default()`, a CPU stream of this thread takes the place of the GPU's default stream.

@@ -23,8 +23,6 @@ private func floats(_ shape: Int...) -> MLXArray {
 @Suite(.serialized, .enabled(if: Ledger.isAvailable, "A ledger is recorded on Linux only"))
 struct LedgerTests {
 
-    // MARK: - What is counted
-
     @Test func countsEvaluationsAndWaits() throws {
         let ledger = try count {
             let x = floats(4)
@@ -115,8 +113,6 @@ struct LedgerTests {
         }
     }
 
-    // MARK: - Order and donation, against MLX on the CPU
-
     private func randomGraph(seed: UInt64) -> [MLXArray] {
         var state = seed
         func random(_ bound: Int) -> Int {
@@ -186,8 +182,6 @@ struct LedgerTests {
         }
         #expect(ledger.peakBytes == peak)
     }
-
-    // MARK: - Command buffers and memory
 
     @Test func aChainIsWrittenOverItself() throws {
         let ledger = try count {
@@ -268,11 +262,8 @@ struct LedgerTests {
         #expect(ledger.peakActiveBytes - before == 31 * page)
     }
 
-    // MARK: - Completion handlers, and other devices
-
     @Test func theLastBuffersArraysOutliveAnEvaluation() throws {
         let before = baseline()
-        /// Returns the number of arrays that are still alive after `eval` and `clearCache`.
         func alive(_ rules: LedgerRules, then: () -> Void = {}) throws -> Int {
             var alive = 0
             _ = try count(rules) {
@@ -409,8 +400,6 @@ struct LedgerTests {
         #expect(ledger.firstKernels == 1)
     }
 
-    // MARK: - The cache
-
     @Test func theCacheServesSimilarSizes() throws {
         func newBuffers(after former: Int, _ size: Int) throws -> Int {
             let body = { (bytes: Int) in eval(arange(bytes / 4, dtype: .int32)) }
@@ -452,8 +441,6 @@ struct LedgerTests {
         Memory.cacheLimit = 0
         #expect(try work {}.peakBytes - before == 20 * page)
     }
-
-    // MARK: - Rules
 
     @Test func viewsCostNothing() throws {
         let x = floats(4, 6)
@@ -654,8 +641,6 @@ struct LedgerTests {
         #expect(ledger.peakBytes - before == page)
     }
 
-    // MARK: - Fused operations, which only functions from files have on a machine without a GPU
-
     private let eps = bytes(of: Float(1e-6))
 
     private func fused(
@@ -727,8 +712,6 @@ struct LedgerTests {
         #expect(counts(try attention(floats(1, 4, 1, 64), floats(1, 4, 4096, 64))) == ["attention": 1])
     }
 }
-
-// MARK: - Files of functions
 
 private func bytes<T>(of value: T) -> Data { withUnsafeBytes(of: value) { Data($0) } }
 

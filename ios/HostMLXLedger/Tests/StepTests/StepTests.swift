@@ -83,7 +83,6 @@ final class StepTests {
         #expect(planners[1].peak(plan) < planners[0].peak(plan))
     }
 
-    /// A wait asks for errors, and is a round trip to the GPU.
     @Test(arguments: [true, false]) func aStepWaitsOnceForEachPieceOfWork(_ hasFunctions: Bool) throws {
         let settings = try settings { $0.bundle = (hasFunctions ? Self.demo : bare).path }
         let (ledger, planner, _) = try step(settings)
@@ -121,7 +120,6 @@ final class StepTests {
             var tokens = 0
             try Generator(ModelBundle(url: Self.demo, device: .gpu)).generate(request) { _ in
                 tokens += 1
-                // Counts only the last eight tokens.
                 if tokens == 4 { Ledger.restart() }
             }
         }
@@ -140,7 +138,6 @@ final class StepTests {
         #expect(mapped.values.allSatisfy { $0 == 1 })
     }
 
-    /// Metal keeps a whole file in memory if a kernel reads any part of it.
     @Test func noKernelReadsTheEmbedding() throws {
         let ledger = try Ledger.record(rules: .strictPhone) {
             let bundle = try ModelBundle(url: Self.demo, device: .gpu)
@@ -156,7 +153,6 @@ final class StepTests {
         #expect(ledger.kernels == 0)
     }
 
-    /// A training run can pause only at boundaries, so few kernels may be compiled between two of them.
     @Test(arguments: [true, false]) func theFirstStepCompilesFewKernelsBetweenBoundaries(_ hasFunctions: Bool) throws {
         let (ledger, _, _) = try step(settings { $0.bundle = (hasFunctions ? Self.demo : bare).path })
         #expect(ledger.firstKernels <= 80)

@@ -8,7 +8,6 @@ struct AllowedPrimitives: Decodable {
     let types: [ElementType: [Int]]
     let limits: Limits
     let signature: Signature
-    /// The supported pairs of bits and group size, by MLX's code of the quantization mode.
     let quantizations: [String: [[Int]]]
     let attention: Attention
     let primitives: [String: Primitive]

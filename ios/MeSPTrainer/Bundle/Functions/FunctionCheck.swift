@@ -237,7 +237,6 @@ private struct FunctionCheck {
     let allowed: AllowedPrimitives
     let device: Int32
     var known = [UInt64: ArrayType]()
-    /// An upper bound of the values of each integer array, if known.
     var greatest = [UInt64: UInt64]()
 
     mutating func check(_ function: Function) throws -> FunctionSignature {

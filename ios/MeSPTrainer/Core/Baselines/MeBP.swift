@@ -9,7 +9,6 @@ extension BlockwiseModel {
     ) throws -> MLXArray {
         let layout = layouts[call.index]
         let function = try self.function(call.index, x, \.plainFunctions)
-        /// Returns the forward pass by plain operations, which MLX can differentiate: the block's function or, without one, the formulas.
         func plain(_ call: BlockCall) -> any BlockForward {
             var machine = Machine(bundle.processor)
             machine.isLazy = true

@@ -11,7 +11,6 @@ import MeSPBundle
 /// outputs of the mixer's input projections have the bundle's dtype.
 package struct Block {
     let weights: BlockWeights
-    /// The LoRA parameters `[P]`, or nil for the base model.
     let lora: MLXArray?
     var dora: DoRA?
     let layout: LoRALayout
@@ -96,13 +95,11 @@ package struct BlockCall {
     }
 }
 
-/// The inputs of a block besides x, the weights and the adapters.
 package struct SideInputs {
     /// The rows of each record, see `Example.records`; nil for one record.
     var records: [Range<Int>]?
     /// p `[T, size]`, the tokens' embeddings for this layer; nil for a model without per-layer embeddings.
     var perLayer: MLXArray?
-    /// The keys and values that this block takes from another block.
     var shared: MixerState.KeyValues?
     package var dropout: DropoutKey?
 
@@ -112,7 +109,6 @@ package struct SideInputs {
         (self.records, self.perLayer, self.shared, self.dropout) = (records, perLayer, shared, dropout)
     }
 
-    /// The arrays in the order of the block function's arguments, without dropout.
     var arrays: [MLXArray] {
         let starts = records.map { records in
             MLXArray.of(records.flatMap { Array(repeating: Int32($0.lowerBound), count: $0.count) })
@@ -125,7 +121,6 @@ package struct SideInputs {
 /// The forward pass of one block over a whole sequence x `[1, T, hidden]`. The returned arrays may not be evaluated yet.
 package protocol BlockForward {
     func output(_ x: MLXArray) throws -> MLXArray
-    /// Returns the arrays that the backward pass reads, except gate and up.
     func intermediates(_ x: MLXArray) throws -> Intermediates
     func outputs(_ x: MLXArray) throws -> BlockOutputs
 }

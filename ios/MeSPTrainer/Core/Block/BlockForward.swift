@@ -1,8 +1,7 @@
 import MLX
 import MeSPBundle
 
-/// The forward pass by MLX operations, without the bundle's block function. Generation uses it on every device, and training uses it on a CPU. On a
-/// GPU, training uses it with dropout or DoRA, and without a function for the length and the rank.
+/// The forward pass by MLX operations, without the bundle's block function. Generation uses it on every device, and training uses it on a CPU.
 extension Block: BlockForward {
     private var inForwardPass: Block {
         var block = self

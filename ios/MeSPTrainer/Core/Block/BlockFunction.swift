@@ -20,7 +20,6 @@ package final class BlockFunction {
     }
 
     private let function: ImportedFunction
-    /// Whether MLX compiles the function and fuses its elementwise operations, as on a GPU.
     private let isFused: Bool
     private var fused = [Selection: @Sendable ([MLXArray]) -> [MLXArray]]()
     private var error: (any Error)?
@@ -30,8 +29,6 @@ package final class BlockFunction {
         (self.function, self.isFused) = (function, isFused)
     }
 
-    /// Returns the forward pass of a call's block.
-    ///
     /// - Parameters:
     ///   - call: has records only if this is the function for packed records
     package func callAsFunction(

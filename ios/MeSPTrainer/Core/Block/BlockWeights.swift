@@ -16,7 +16,6 @@ package struct BlockWeights {
         return matrix(module).rows(outputs)
     }
 
-    /// Returns W of a module, which stacks the matrices of the module's projections.
     func matrix(_ module: Module) -> QuantizedMatrix {
         packed.matrix(module.name + ".", inputs: shape.dimensions(module).inputs)
     }
@@ -67,7 +66,6 @@ package struct BlockWeights {
     var layerScalar: MLXArray { packed["layer_scalar"].asType(.float32) }
     var perLayerNorm: RMSNorm { norm("post_per_layer_input_norm") }
 
-    /// Returns k̂ and v̂ from the intermediates of a sequence, in float32.
     func keysAndValues(_ intermediates: Intermediates) -> MixerState.KeyValues {
         guard case .attention(let mixer) = shape.mixer else { preconditionFailure("no attention") }
         let formula = attention(mixer)
@@ -99,8 +97,7 @@ package struct BlockWeights {
 }
 
 extension ModelBundle {
-    /// Calls `body` with the weights of block `index`. The weights' file stays mapped while `body` runs. Arrays that `body` returns must be
-    /// evaluated.
+    /// The weights' file stays mapped while `body` runs. Arrays that `body` returns must be evaluated.
     package func withBlock<R>(_ index: Int, _ body: (BlockWeights) throws -> R) throws -> R {
         try withWeights(file(ofBlock: index)) {
             try body(BlockWeights(shape: architecture.block(index), packed: $0))

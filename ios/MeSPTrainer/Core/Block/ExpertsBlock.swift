@@ -4,8 +4,7 @@ import MeSPBundle
 
 /// The mixture of experts: y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts, with the router's weights w.
 ///
-/// Tokens are grouped by expert. An expert's matrices are read once for each group of at most `most` tokens. The matrices of an expert that no token
-/// chose are not read.
+/// An expert's matrices are read once for each group of at most `most` tokens.
 extension Block {
     func mixtureOfExperts(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
         // The backward pass uses the same tiles, so that the router chooses the same experts.
@@ -56,14 +55,14 @@ extension Block {
     /// the router sends most tokens to one expert.
     private func most(_ tokens: Int) -> Int { max(64, (tokens + 3) / 4) }
 
-    /// Returns the number of an expert's features to compute at a time. Fewer tokens allow more features.
+    /// Fewer tokens allow more features.
     private func features(_ experts: Experts, of pairs: Routed.Pairs) -> Int {
         min(machine.features, experts.intermediateSize) * max(1, machine.mlpTokens / pairs.count)
     }
 }
 
 private struct Routed {
-    /// Some of the tokens that chose one expert. A pair is a token and one of its experts.
+    /// A pair is a token and one of its experts.
     struct Pairs {
         let expert: Int
         let positions: [Int]
@@ -75,7 +74,7 @@ private struct Routed {
         var count: Int { positions.count }
     }
 
-    /// The pairs in the order of the experts. An expert with many tokens has several elements.
+    /// An expert with many tokens has several elements.
     let byExpert: [Pairs]
     /// The experts of each token `[T · k]`.
     private let chosen: [Int32]

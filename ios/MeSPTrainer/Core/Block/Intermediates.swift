@@ -15,7 +15,7 @@ package struct Intermediates: Arrays {
 
     struct Segment {
         let rows: Range<Int>
-        /// The state before the segment. For attention, the keys and values of the whole sequence.
+        /// For attention, the keys and values of the whole sequence.
         var state: MixerState
         /// The output of attention, kept because recomputing it takes longest; nil for other mixers.
         let attnOut: MLXArray?
@@ -49,7 +49,6 @@ package enum MixerIntermediates: Arrays {
             }
     }
 
-    /// Returns the arrays' names in docs/method.md, in the block function's order.
     static func names(of mixer: Mixer) -> [String] {
         switch mixer {
         case .attention: ["q", "k", "v", "attn_out"]
@@ -103,7 +102,7 @@ package struct BlockOutputs {
         ["y", "mixer_in"] + MixerIntermediates.names(of: mixer) + ["x_mid", "gate", "up", "mixer_out", "mlp_out"]
     }
 
-    /// The outputs in the function's order. Only a block with post-norms has the last two.
+    /// Only a block with post-norms has the last two.
     package var list: [MLXArray] {
         let i = intermediates
         return [y, mixerIn] + i.mixer.arrays + [i.xMid] + [i.gate, i.up, i.mixerOut, i.mlpOut].compactMap { $0 }

@@ -1,7 +1,6 @@
 import MLX
 import MeSPBundle
 
-/// A mixer's state after some tokens, from which the mixer continues with the next tokens.
 package enum MixerState {
     case attention(KeyValues)
     case recurrent(Recurrent, count: Int)
@@ -53,7 +52,7 @@ package enum MixerState {
             count += n
         }
 
-        /// Keeps copies of the first `count` tokens' keys and values. Views would keep the whole arrays alive.
+        /// Views would keep the whole arrays alive.
         mutating func cut(to count: Int) {
             (keys, values) = (contiguous(keys[0..., 0..<count]), contiguous(values[0..., 0..<count]))
             eval(keys, values)
@@ -105,7 +104,6 @@ package enum MixerState {
         if case .attention(let cache) = self { cache } else { nil }
     }
 
-    /// The arrays of the state, without free capacity.
     package var arrays: [MLXArray] {
         switch self {
         case .attention(let cache): [cache.keys, cache.values].map { $0[0..., 0..<cache.count] }

@@ -1,7 +1,7 @@
 import MLX
 import MeSPAdapters
 
-/// The output of a block with per-layer embeddings p:  y = c (h + norm(z)),  z = out(m),  m = act(u) ∘ p,  u = gate(h), where c is the block's
+/// The output of a block with per-layer embeddings p: y = c (h + norm(z)), z = out(m), m = act(u) ∘ p, u = gate(h), where c is the block's
 /// `layer_scalar`.
 extension Block {
     /// - Parameters:

@@ -31,8 +31,7 @@ extension Block {
         return [.in: machine.phase(concatenated((0..<3).flatMap { i in parts.map { $0[i] } }, axis: -1))]
     }
 
-    /// Returns the gradients of b, c and u, with an element for each range of features. The intermediates are freed when this function
-    /// returns.
+    /// Returns the gradients of b, c and u, with an element for each range of features.
     private func partsBackward(
         _ convolution: CausalConvolution, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ gradients: inout LoRAGradients

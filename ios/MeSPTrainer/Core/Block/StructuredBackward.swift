@@ -2,7 +2,6 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The structured backward pass: the gradients of x and of the LoRA matrices, from x, the intermediates and dy.
 extension Block {
     /// Returns the gradient of the trained LoRA parameters, and replaces dy by dx.
     ///
@@ -31,8 +30,6 @@ extension Block {
 
     // MARK: - y = x_mid + norm(mlp_out),  mlp_out = w down(act(gate(mlp_in)) ∘ up(mlp_in)) + mixture(mlp_in),  mlp_in = RMSNorm(x_mid)
 
-    /// Computes the gradients of the MLP, some tokens at a time.
-    ///
     /// - Parameter d: dy `[T, hidden]`, replaced by d_x_mid
     private func mlpBackward(
         _ intermediates: borrowing Intermediates, d: inout MLXArray, _ gradients: inout LoRAGradients
@@ -85,7 +82,7 @@ extension Block {
 
     // MARK: - x_mid = x + norm(mixer_out),  mixer_out = mixer(mixer_in),  mixer_in = RMSNorm(x)
 
-    /// Computes the gradients of the mixer. A long sequence is processed in segments, from the last to the first.
+    /// A long sequence is processed in segments, from the last to the first.
     ///
     /// - Parameter d: d_x_mid `[T, hidden]`, replaced by dx if `wantsDx`
     private func mixerBackward(

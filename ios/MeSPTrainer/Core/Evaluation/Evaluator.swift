@@ -4,8 +4,6 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPSentences
 
-/// Computes log-likelihoods of texts by a bundle's model, with or without adapters.
-///
 /// An evaluator must not be used from several threads at once.
 package struct Evaluator {
     package struct Score: Sendable, Equatable {
@@ -24,8 +22,6 @@ package struct Evaluator {
 
     init(_ model: CachedModel) { (self.model, generator) = (model, Generator(model)) }
 
-    /// Returns the scores of several continuations of a prompt.
-    ///
     /// - Parameters:
     ///   - continuations: token ids, at least one each.
     ///   - prompt: token ids, at least one.

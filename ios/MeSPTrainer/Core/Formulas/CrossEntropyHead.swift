@@ -6,10 +6,10 @@ import MeSPBundle
 ///     h = RMSNorm(y),   z = cap(h Wᵀ),   ℒ = Σ (logsumexp(z) − z[target])
 ///     dh = (softmax(z) ∘ cap′) W − cap′[target] W[target]
 ///
-/// The computation is in float32. If the model caps its logits, cap(u) = c tanh(u / c) and cap′ = 1 − (z / c)². Otherwise cap(u) = u and cap′ = 1.
+/// If the model caps its logits, cap(u) = c tanh(u / c) and cap′ = 1 − (z / c)². Otherwise cap(u) = u and cap′ = 1.
 ///
 /// `(softmax(z) ∘ cap′) W` is computed as in flash attention, one tile of W at a time. A running maximum m, a running sum s = Σ exp(z − m) and a
-/// running sum a = Σ exp(z − m) cap′ W are kept. s and a are rescaled when m grows. The logits of all tokens, `[T, vocabulary]`, are not stored.
+/// running sum a = Σ exp(z − m) cap′ W are kept. s and a are rescaled when m grows.
 package struct CrossEntropyHead {
     let weights: PackedWeights
     let architecture: Architecture
@@ -38,8 +38,6 @@ package struct CrossEntropyHead {
             concatenated(machine.each(of: matrix.rows, size: machine.vocabularyRows) { w.outputs($0)(h) }, axis: -1))
     }
 
-    /// Returns the loss of each row's target, without a gradient.
-    ///
     /// - Returns: the losses in nats, float32 `[n]`, and whether the target has the largest logit, bool `[n]`.
     package func scores(_ y: MLXArray, targets: [Int32], atBoundary: () throws -> Void) rethrows
         -> (losses: MLXArray, isLargest: MLXArray)
@@ -55,8 +53,6 @@ package struct CrossEntropyHead {
         try lossAndRows(rows(counted, of: y), targets, scale: nil, atBoundary).loss
     }
 
-    /// Returns the loss and its gradient.
-    ///
     /// - Parameters:
     ///   - counted: the n positions with a loss, in `0 ..< T` and ascending
     ///   - atBoundary: called between tiles, while nothing is being computed; it may wait, or throw

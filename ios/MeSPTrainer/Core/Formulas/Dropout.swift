@@ -1,7 +1,6 @@
 import MLX
 
-/// A key from which dropout masks are computed, and the dropout probability p. Subscripts derive further keys, such as those of a step, a block or a
-/// layer. Masks are not stored; each use recomputes them.
+/// A key from which dropout masks are computed, and the dropout probability p. Masks are not stored; each use recomputes them.
 package struct DropoutKey {
     let rate: Float
     private let number: UInt64

@@ -2,9 +2,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// A gated MLP or an expert:  y = w down(H),  H = act(gate(x)) ∘ up(x),  where w is a factor for each token, or 1.
-///
-/// y is computed in tiles of tokens and of the features of H. The products of the tiles of features are summed.
+/// A gated MLP or an expert: y = w down(H), H = act(gate(x)) ∘ up(x), where w is a factor for each token, or 1.
 struct GatedMLP {
     let gate, up, down: LoRALinear
     let names: (gate: Projection, up: Projection, down: Projection)
@@ -56,7 +54,6 @@ struct GatedMLP {
         return down.bias.map { y + $0 } ?? y
     }
 
-    /// The backward pass's sums over the features, for a tile of tokens.
     private struct TokenSums: Arrays {
         /// dx without the adapters' terms; (H ∘ K) A with down's A and dropout mask K; d_gate Bᵀ with gate's B, and d_up Bᵀ with up's B; rowsum(Q ∘
         /// H).
@@ -65,7 +62,6 @@ struct GatedMLP {
         var arrays: [MLXArray] { [dx, hDown, dGateBT, dUpBT, dw].arrays }
     }
 
-    /// The backward pass's sums over the tokens, for a tile of features.
     private struct FeatureSums: Arrays {
         var dADown, dBGate, dBUp, dGGate, dGUp: MLXArray?
 

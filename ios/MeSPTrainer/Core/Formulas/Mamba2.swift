@@ -107,7 +107,6 @@ package struct Mamba2 {
         var (dx, dDt, sums) = ([MLXArray](), [MLXArray](), [MLXArray]())
         var arrays: [MLXArray] { dx.suffix(1) + dDt.suffix(1) + sums }
 
-        /// - Parameter d: the gradients of x, dt, B and C from some heads.
         mutating func add(_ d: [MLXArray]) {
             dx.append(d[0])
             dDt.append(d[1])

@@ -17,7 +17,6 @@ package struct CachedModel {
     /// The manifest's `featureGroup`, cached because computing it takes a search.
     private let featureGroup: Int
     private static let tileBytes = 1 << 20
-    /// The maximum number of texts that are generated together.
     static let mostTexts = 16
 
     private final class Kept: MapHolder {
@@ -88,7 +87,7 @@ package struct CachedModel {
         bundle.maps.add(kept)
     }
 
-    /// Calls `body` with the last block's output for `tokens`. The tokens continue the text in the cache and are added to the cache.
+    /// Calls `body` with the last block's output for `tokens`.
     ///
     /// - Parameter body: called with up to `chunk` tokens at a time: their range in `tokens`, and y `[n, hidden]`, evaluated.
     package func forward(
@@ -142,7 +141,7 @@ package struct CachedModel {
 
     var adapterBytes: Int { adapters?.bytes ?? 0 }
 
-    /// Frees the views and layers of the weights. They may be invalid after an MLX error.
+    /// Frees the views and layers of the weights.
     func forget() { kept.forget() }
 
     func withDevice<R>(_ body: () throws -> R) throws -> R {
@@ -189,8 +188,6 @@ package struct CachedModel {
         return x
     }
 
-    /// Returns the machine for `rows` tokens of sequences with at most `length` tokens each.
-    ///
     /// - Parameter uncut: the maximum number of rows for which arrays are not split into tiles.
     func machine(
         rows: Int, length: Int, uncut: Int = QuantizedMatrix.fewRows, pause: (() -> Void)? = nil
@@ -238,8 +235,6 @@ package struct CachedModel {
         return caches.compactMap { $0.blocks[owner]?.keysAndValues }
     }
 
-    /// Returns the output of one block.
-    ///
     /// - Parameters:
     ///   - keepsStates: whether to replace the elements of `states` by the states after the tokens. Otherwise they are nil afterwards.
     ///   - isDeferred: whether the evaluation may be deferred; see `Machine.leave`.

@@ -12,10 +12,10 @@ public struct Generator {
         /// The token ids of the prompt, at least one.
         package var prompt: [Int]
         package var maxTokens = 256
-        /// The temperature. At 0 decoding is greedy. Otherwise tokens are sampled from softmax(logits / temperature).
+        /// At 0 decoding is greedy. Otherwise tokens are sampled from softmax(logits / temperature).
         package var temperature: Float = 0
-        /// The threshold of nucleus sampling. The next token is sampled from the smallest set of likeliest tokens whose probability is at least this
-        /// number. The probabilities are those at temperature 1.
+        /// The next token is sampled from the smallest set of likeliest tokens whose probability is at least this number. The probabilities are those
+        /// at temperature 1.
         package var topP: Float = 1
         package var seed: UInt64 = 0
         /// The tokens that end the text; they are not part of it.
@@ -52,8 +52,6 @@ public struct Generator {
     /// - Throws: the errors of `init`; the generator then keeps its adapters.
     package mutating func use(_ adapters: [WeightedAdapters]) throws { try model.use(adapters) }
 
-    /// Generates a text, and calls `onToken` with each of its tokens as it is chosen.
-    ///
     /// - Parameters:
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it, or from
     ///     `onToken`, ends the text as `stopped`.
@@ -141,7 +139,7 @@ public struct Generator {
             random = MLXRandom.RandomState(seed: request.seed)
         }
 
-        /// Returns the text with an empty cache, for a new start after a failure. The text keeps the tokens that are written.
+        /// Returns the text with an empty cache, for a new start after a failure.
         func begunAgain() -> Text {
             var text = self
             (text.cache, text.count) = (cache.emptied(), 0)
@@ -322,7 +320,6 @@ public struct Generator {
             let isLast = logicalAnd(isLeast .> 0, cumsum(isLeast, reverse: true) .< ofLeast + 1)
             logits = which(isAbove, logits, which(isLast, logits, -Float.infinity))
         }
-        // An infinite factor would make NaN of the likeliest token's 0.
         let factor = min(1 / request.temperature, Float.greatestFiniteMagnitude)
         return MLXRandom.categorical(logits * factor, key: random)
     }

@@ -4,9 +4,7 @@ import MeSPAdapters
 /// The tokens that a model has read, and each block's state after them. A model reuses the cache for a text with the same first tokens, such as the
 /// next turn of a conversation.
 ///
-/// A cache is for one bundle's model. The cache is emptied when the model gets other adapters. The state of attention can be cut back to any number
-/// of tokens. A recurrent state cannot. For recurrent blocks the cache also keeps the states shortly before the end of the last prompt. A text that
-/// differs earlier is read from the start.
+/// A cache is for one bundle's model. The state of attention can be cut back to any number of tokens. A recurrent state cannot.
 package struct PromptCache {
     private(set) var tokens = [Int]()
     package var blocks = [MixerState?]()
@@ -18,7 +16,6 @@ package struct PromptCache {
     /// The number of tokens between a mark and the prompt's end.
     static let opening = 16
 
-    /// - Parameter limit: the maximum size in bytes after a text has ended.
     package init(limit: Int = .max) { self.limit = limit }
 
     func emptied() -> PromptCache {
@@ -27,7 +24,7 @@ package struct PromptCache {
         return cache
     }
 
-    /// Prepares the cache for a model with these adapters. Drops all tokens if other adapters read them, or if `adapters` is nil.
+    /// Drops all tokens if other adapters read them, or if `adapters` is nil.
     mutating func ready(for adapters: AdapterSelection?) {
         if adapters == nil || adapters != self.adapters { forget() }
         self.adapters = adapters
@@ -37,12 +34,11 @@ package struct PromptCache {
 
     var recurrentStates: [MLXArray] { blocks.compactMap { $0 }.filter(\.isRecurrent).flatMap(\.arrays) }
 
-    /// The part of `size` that does not grow with the text, in bytes.
     var recurrentSize: Int {
         (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1.flatMap { $0.isRecurrent ? $0.size : nil } ?? 0) }
     }
 
-    /// Prepares the cache for a text. Keeps at most the tokens that the text begins with, without the text's last token.
+    /// Keeps at most the tokens that the text begins with, without the text's last token.
     ///
     /// - Returns: the tokens to read.
     mutating func begin(_ text: [Int]) -> ArraySlice<Int> {

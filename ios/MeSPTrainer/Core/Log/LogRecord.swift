@@ -20,7 +20,6 @@ public enum LogRecord: Sendable {
         package var host: String
         package var model: Model
         package var settings: RunSettings
-        /// The battery at the start; nil without a battery, or if its state is not known.
         package var battery: Battery?
         package var thermalState: String?
 
@@ -28,7 +27,6 @@ public enum LogRecord: Sendable {
             package var name: String
             package var id: String
             package var layers: Int
-            /// A digest of the weight files; nil in logs of earlier versions.
             package var weights: String?
         }
     }

@@ -12,7 +12,7 @@ package struct LogWriter {
     let lostLines: Bool
     let isEmpty: Bool
 
-    /// Creates the log in `folder`, which must not contain a log. With `resumeAt`, continues the existing log after its first `resumeAt` bytes.
+    /// Creates the log in `folder`, which must not contain a log.
     init(folder: URL, resumeAt: UInt64? = nil) throws {
         let url = Self.url(in: folder)
         self.url = url
@@ -49,7 +49,7 @@ package struct LogWriter {
         }
     }
 
-    /// Returns the complete records as lines with line feeds. Returns an empty list if the first record is not a run's start.
+    /// Returns the complete records as lines with line feeds.
     private static func wholeRecords(_ log: Data) -> [Data] {
         var (lines, rest) = ([Data](), log)
         while let lineFeed = rest.firstIndex(of: UInt8(ascii: "\n")) {

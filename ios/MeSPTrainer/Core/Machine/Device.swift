@@ -6,8 +6,6 @@ import MeSPSentences
 extension ModelBundle {
     package var mlxDevice: Device { Device(device == .cpu || Device.gpuIsSimulated ? .cpu : .gpu) }
 
-    /// Calls `body` with `device` as MLX's default device.
-    ///
     /// - Throws: the errors of `body` and of MLX; `MeSPError` if the machine lacks the device or MLX cannot use it.
     package func withDevice<R>(_ body: () throws -> R) throws -> R {
         if let refusal = device.refusal { throw MeSPError(refusal, .unsupportedDevice) }
@@ -30,8 +28,8 @@ extension Device {
     /// The default device before the outermost `MLXWork.run`; nil outside of `MLXWork.run`.
     @TaskLocal static var outer: Device?
 
-    /// Calls `body` with `device` as C++'s default device too. C++ has a default of its own, which Swift's default does not change. `vjp` uses C++'s
-    /// default for some arrays. On iOS, `compile` fuses nothing while C++'s default is the CPU.
+    /// Calls `body` with `device` as C++'s default device too. C++ has a default of its own, which Swift's default does not change. On iOS,
+    /// `compile` fuses nothing while C++'s default is the CPU.
     static func withGlobal<R>(_ device: Device, _ body: () throws -> R) rethrows -> R {
         let own = Device.self as any GlobalDevice.Type
         own.setGlobal(device)

@@ -1,6 +1,6 @@
 import MLX
 
-/// Arithmetic on arrays. MLX fuses the operations if `isAvailable`. Otherwise each operation writes an array.
+/// MLX fuses the operations if `isAvailable`. Otherwise each operation writes an array.
 struct Fused: Sendable {
     private let function: @Sendable ([MLXArray]) -> MLXArray
     // A compiled function stays on the device of its first call, so each device has its own compiled function.
@@ -21,7 +21,7 @@ struct Fused: Sendable {
     static var isAvailable: Bool { !Device.isCPU || Processor.cpu.fuses }
 }
 
-/// Arithmetic with several results. With fusion, each result is computed by itself, and operations that the results share are repeated.
+/// With fusion, each result is computed by itself, and operations that the results share are repeated.
 struct FusedResults: Sendable {
     private let function: @Sendable ([MLXArray]) -> [MLXArray]
     private let results: [Fused]
@@ -36,7 +36,6 @@ struct FusedResults: Sendable {
     }
 }
 
-/// Returns the softmax of scores `[…, rows, keys]` over the keys that are `visible` `[rows, keys]`.
 func maskedSoftmax(_ scores: MLXArray, _ visible: MLXArray) -> MLXArray {
     Device.isCPU && Fused.isAvailable
         ? fusedSoftmax([scores, which(visible, Float(0), -Float.infinity)])

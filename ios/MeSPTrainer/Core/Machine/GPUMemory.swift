@@ -6,7 +6,6 @@ import MeSPBundle
 ///
 /// Apple's MLX allocates all arrays through Metal, on a CPU too.
 package enum MetalMemory {
-    /// The bytes of Metal that are assumed until a self-check has measured them.
     static let assumed = 20_000_000
 
     private static let cacheOnCPU = 1 << 20
@@ -33,7 +32,6 @@ package enum MetalMemory {
         }
     }
 
-    /// The bytes that a self-check on this machine measured for bundles of a backend; nil without a self-check.
     package static subscript(_ backend: Backend) -> Int? {
         get { known[backend] }
         set { known[backend] = newValue }

@@ -1,11 +1,10 @@
 import MLX
 
-/// MLX's memory limits, in bytes. The limits hold for the whole process, and other code may use MLX too. The trainer restores the other code's values
-/// while it waits and after it has ended.
+/// The limits hold for the whole process, and other code may use MLX too. The trainer restores the other code's values while it waits and after it
+/// has ended.
 package enum MLXLimits {
     struct Limit: Hashable, Sendable {
         static let cache = Limit(name: "cache")
-        /// The limit of the arrays' memory above which MLX waits for the GPU.
         static let memory = Limit(name: "memory")
 
         let name: String
@@ -24,7 +23,7 @@ package enum MLXLimits {
     /// The values that limits had before the trainer set them.
     nonisolated(unsafe) private static var ofProcess = [Limit: Int]()
 
-    /// Calls `body` with another value of a limit. Restores the previous value afterwards, unless other code has changed the limit.
+    /// Restores the previous value afterwards, unless other code has changed the limit.
     static func set<R>(_ limit: Limit, to bytes: Int, _ body: () throws -> R) rethrows -> R {
         if own[limit]?.isEmpty ?? true { ofProcess[limit] = limit.value }
         own[limit, default: []].append(bytes)

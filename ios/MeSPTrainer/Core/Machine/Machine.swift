@@ -10,7 +10,6 @@ package struct Machine {
     var features = Int.max
     /// The maximum number of tokens that a mixer processes at a time, in one segment of the sequence.
     var mixerTokens = Int.max
-    /// The number of tokens that go through the MLP, its backward pass and the loss at a time.
     var mlpTokens = Int.max
     var mlpTileTokens = Int.max
     var queryRows = Int.max
@@ -20,14 +19,13 @@ package struct Machine {
     /// These values and `pause` decide where the functions of Parts.swift evaluate arrays.
     private(set) var evaluatesParts: Bool
     let evaluatesTiles: Bool
-    /// Whether nothing is evaluated, as within a transformation of MLX.
     var isLazy = false
     var evaluatesStages = true
     /// A function called after the evaluation of each part while a GPU compiles kernels; otherwise nil. Compiling takes some seconds per block. The
     /// calls let the app pause within a block.
     let pause: (() -> Void)?
 
-    /// Creates a machine with unlimited tile sizes. `bytes` then limits only computations that process some heads, rows or columns at a time.
+    /// `bytes` then limits only computations that process some heads, rows or columns at a time.
     package init(_ processor: Processor, bytes: Int = uncut, pause: (() -> Void)? = nil) {
         (self.processor, self.bytes, self.pause) = (processor, bytes, pause)
         evaluatesTiles = processor.backend == .cpu && bytes < Self.uncut
@@ -45,11 +43,8 @@ package struct Machine {
     /// The maximum number of multiplications between two calls of `atBoundary` in the head; nil for `Processor.workBetweenBoundaries`.
     @TaskLocal static var mostWork: Int?
 
-    /// The maximum number of tokens in a segment of a split sequence (`mixerTokens`). Tests lower it to split short sequences.
     @TaskLocal package static var segmentTokens = 1024
 
-    /// Returns the number of rows of x `[n, …]` that row-wise arithmetic processes at a time: all, or on a CPU with a limit, as many as take a
-    /// quarter of `bytes`, but at least one.
     func rowsAtOnce(of x: MLXArray) -> Int {
         evaluatesTiles ? max(1, bytes / 4 * x.dim(0) / x.nbytes) : x.dim(0)
     }

@@ -25,7 +25,6 @@ struct MachineMemory: Sendable {
         return 4 + gelu + adapted + unfused * (1 + 4 * gelu + adapted)
     }
 
-    /// Returns the number of arrays of attn_out's size during attention: attn_out and, if attention is computed in tiles, its tiles.
     func outputs(_ a: AttentionMixer) -> Int { isOneOperation(a) ? 1 : 2 }
 
     /// Returns the bytes that attention's backward pass takes for scores. If attention is computed in tiles, the scores are P and dP of a tile's

@@ -2,7 +2,6 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// A value that contains arrays, such as the results of a part of a computation.
 protocol Arrays {
     var arrays: [MLXArray] { get }
 }
@@ -25,14 +24,12 @@ extension Machine {
         return (repeat each results)
     }
 
-    /// Ends a phase of a block, such as its mixer or its MLP, and returns its results. A GPU evaluates these results too, so that the phase's other
-    /// arrays are freed.
+    /// Ends a phase of a block, such as its mixer or its MLP, and returns its results.
     @discardableResult func phase<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
         if !evaluatesParts, pause == nil, !isLazy { submit(allArrays(repeat each results)) }
         return part(repeat each results)
     }
 
-    /// Acts as `part` if a GPU has a short sequence, and as `phase` otherwise.
     @discardableResult func stage<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
         evaluatesStages ? phase(repeat each results) : part(repeat each results)
     }
@@ -161,7 +158,7 @@ func submit(_ arrays: [MLXArray]) {
     asyncEval(arrays)
 }
 
-/// Replaces some rows by `part`. The other rows are not copied if the array has no other reference.
+/// The other rows are not copied if the array has no other reference.
 func replace(_ rows: Range<Int>, of array: inout MLXArray, by part: MLXArray) {
     guard rows.count < array.dim(0) else {
         array = part

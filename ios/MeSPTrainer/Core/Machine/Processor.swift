@@ -2,13 +2,12 @@ import Foundation
 import MLX
 import MeSPBundle
 
-/// The kind of processor that MLX computes on: a GPU, the CPU of an Apple device, or the CPU of a Linux computer with HostMLX.
 package struct Processor: Sendable {
     let backend: Backend
     /// Whether `quantizedMM` dequantizes the weight W tile by tile. If false, W is dequantized before most products, because MLX's own `quantizedMM`
     /// is about 50 times slower than a dense product on a CPU.
     package let dequantizesInProduct: Bool
-    /// The number of threads of a product on a CPU. Each thread has its own buffers.
+    /// Each thread has its own buffers.
     let threads: Int
     /// Whether `compile` fuses operations. On a CPU, MLX's own `compile` would call a C++ compiler.
     let fuses: Bool
@@ -34,7 +33,6 @@ package struct Processor: Sendable {
         return apple
     }()
 
-    /// The CPU of this process. Tests set other CPUs.
     @TaskLocal package static var cpu = hostCPU
 
     /// Calls `body` with a CPU whose operations MLX can differentiate.
@@ -65,8 +63,7 @@ extension Processor {
             || backend == .gpu && attention.attnLogitSoftcapping == nil && Self.fusedHeads.contains(attention.headDim)
     }
 
-    /// The widths of heads for which MLX's attention has GPU kernels, as in mesp/block_function/attention.py. For other widths it would hold all
-    /// scores at once. Tests set other widths.
+    /// The widths of heads for which MLX's attention has GPU kernels, as in mesp/block_function/attention.py. Tests set other widths.
     @TaskLocal static var fusedHeads = [64, 80, 128]
 
     /// The maximum number of texts whose next tokens go through a model together in unsplit arrays.
@@ -91,7 +88,7 @@ extension Processor {
 
     func workspace(_ planner: Planner, _ plan: Plan) -> Int? { backend == .gpu ? planner.workspace(plan) : nil }
 
-    /// Whether all kernels are compiled before the first pass. A GPU compiles kernels during that pass.
+    /// Whether all kernels are compiled before the first pass.
     var hasKernels: Bool { backend == .cpu }
 
     func numbersWithKernels(_ numbers: ClosedRange<Int>) -> Set<Int> { hasKernels ? Set(numbers) : [] }
@@ -110,7 +107,7 @@ extension Processor {
         backend == .gpu ? \.functions : method == .mebp ? \.plainFunctions : nil
     }
 
-    /// Returns whether MLX fuses the operations of the functions in `files`. Plain functions are differentiated, so their operations are not fused.
+    /// Plain functions are differentiated, so their operations are not fused.
     func fuses(_ files: KeyPath<Manifest.Blocks, [String: String]>) -> Bool {
         backend == .gpu && files != \.plainFunctions
     }
@@ -119,7 +116,6 @@ extension Processor {
     /// 350 GFLOPS on a GPU.
     var workBetweenBoundaries: Int { backend == .cpu ? 1 << 30 : 1 << 35 }
 
-    /// Whether MLX encodes the next part of a computation while a part is computed.
     var chainsParts: Bool { backend == .gpu }
 }
 

@@ -4,7 +4,6 @@ import MeSPBundle
 /// Products with W. A GPU and HostMLX dequantize W in the product. On another CPU, W is dequantized before the product, except in x Wᵀ if x has few
 /// rows.
 extension QuantizedMatrix {
-    /// Returns x Wᵀ `[T, out]` in `dtype`, by default x's dtype.
     func apply(_ x: MLXArray, as dtype: DType? = nil) -> MLXArray {
         let product: MLXArray
         if let dense, x.dim(0) > Self.fewRows {

@@ -1,7 +1,6 @@
 import MLX
 import MeSPBundle
 
-/// The boundaries at which a step may wait or end, retries after errors, and the times of the step's phases.
 package final class StepClock {
     /// A function called at every block boundary, and within parts of a step that take long. It may wait, which pauses the run. It may throw
     /// `CancellationError`, which ends the step unless the step has already changed parameters.
@@ -35,7 +34,7 @@ package final class StepClock {
         try MLXErrors.repeating(confirms: confirms, beforeRetry: boundary) { try withWorkspace(workspace, body) }
     }
 
-    /// Returns the array of `body`. On a GPU the array is evaluated and checked for errors (`MLXErrors`).
+    /// On a GPU the array is evaluated and checked for errors (`MLXErrors`).
     func confirmed(_ body: () throws -> MLXArray) throws -> MLXArray {
         try repeating {
             let array = try body()

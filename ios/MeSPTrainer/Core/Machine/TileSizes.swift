@@ -3,14 +3,14 @@ import MeSPBundle
 
 extension Machine {
     /// Returns the possible sizes of temporary arrays in bytes, the largest first. On a GPU the sizes grow with the sequence length up to a limit, so
-    /// that the number of kernels hardly depends on the length. Arrays larger than the limit are not faster.
+    /// that the number of kernels hardly depends on the length.
     static func choices(_ processor: Processor, hiddenSize: Int, length: Int) -> [Int] {
         let largest = processor.backend == .cpu ? 1 << 20 : min(min(4096, (4 << 20) / hiddenSize) * length, 7 << 19)
         return [largest, largest / 2, largest / 4]
     }
 
-    /// Returns the number of tokens in a mixer's segment. A sequence has several segments if three conditions hold: it is longer than twice
-    /// `segmentTokens`, the processor is a CPU whose products dequantize W, and no blocks share keys and values.
+    /// A sequence has several segments if three conditions hold: it is longer than twice `segmentTokens`, the processor is a CPU whose products
+    /// dequantize W, and no blocks share keys and values.
     static func mixerTokens(_ a: Architecture, _ length: Int, _ processor: Processor) -> Int {
         guard processor.backend == .cpu, processor.dequantizesInProduct, length > 2 * segmentTokens, a.owners.isEmpty
         else { return length }
@@ -18,7 +18,6 @@ extension Machine {
         return tokens < chunk ? tokens : (tokens + chunk - 1) / chunk * chunk
     }
 
-    /// Returns a length of at most `size` that splits `count` into parts of nearly equal length.
     private static func evenly(_ count: Int, _ size: Int) -> Int {
         let parts = (count + size - 1) / size
         return (count + parts - 1) / parts

@@ -11,7 +11,6 @@ final class ArrayFile {
     private let file: Int32
     private var shapes = [Int: [Int]]()
     private let dtype: DType
-    /// The distance from one array to the next in the file, in bytes; a multiple of the page size.
     private let stride: Int
     private var length = 0
     private(set) var written = 0
@@ -123,7 +122,7 @@ package struct BlockArrays {
         }
     }
 
-    /// Begins new sums. The next array that is added for a block replaces the block's sum.
+    /// The next array that is added for a block replaces the block's sum.
     mutating func beginSums() { begun = [] }
 
     func sum(with array: MLXArray, _ block: Int) throws -> MLXArray {

@@ -56,7 +56,6 @@ package func memoryFootprint() -> Int {
 package final class FootprintSampler: @unchecked Sendable {
     struct Source {
         var now: @Sendable () -> Int
-        /// The highest footprint of the process's life, in bytes; nil if the system does not record it.
         var highest: @Sendable () -> Int?
         /// The time between two readings, in microseconds.
         var interval: UInt32

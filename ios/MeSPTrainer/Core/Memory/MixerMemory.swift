@@ -35,7 +35,6 @@ extension Planner {
         }
     }
 
-    /// Returns the bytes of a mixer's forward pass, without the block's input and output.
     func forwardBytes(of mixer: Mixer) -> Int {
         let others = isCut ? intermediates(of: mixer) : 0
         guard case .attention(let a) = mixer else { return others + inSegment(whole(mixer)) }

@@ -9,7 +9,6 @@ public struct Plan: Codable, Sendable, Equatable {
     package var tileBytes: Int
     /// How many of the last blocks keep their intermediates in memory from the forward to the backward pass, instead of recomputing them (MeSP).
     package var keptBlocks = 0
-    /// The arrays that are kept in a file instead of in memory.
     package var offload = RunSettings.Offload.none
     /// The order in which a step's sequences go through the model; nil for a step of one sequence.
     package var order: RunSettings.Order?
@@ -36,11 +35,9 @@ package struct Planner: Sendable {
     let manifest: Manifest
     let settings: RunSettings
     let machineMemory: MachineMemory
-    /// The number of a block's parameters, of its trained parameters, and of its parameters if all modules had adapters.
     typealias Parameters = (count: Int, trained: Int, whole: Int)
     let parameters: [Parameters]
     let magnitudes: Int
-    /// The number of projections with adapters among gate, up and down. If it differs between the MLP and the experts, the larger number.
     let adaptedInMLP: Int
     /// Sizes in bytes, computed once: of the process, of the parameters with the optimizer's state, and in `kept[n]` of the intermediates of the last n
     /// blocks.
@@ -108,8 +105,7 @@ package struct Planner: Sendable {
             .insufficientMemory(required: leastPeak, available: limit))
     }
 
-    /// Returns the fastest of the plans that take at least 1% less memory than `plan`, or else the plan with the least memory. Returns nil if no plan
-    /// takes less.
+    /// Returns the fastest of the plans that take at least 1% less memory than `plan`, or else the plan with the least memory.
     package func cheaper(than plan: Plan) -> Plan? {
         let (limit, plans) = (peak(plan), plans)
         let least = plans.min { peak($0) < peak($1) }.flatMap { peak($0) < limit ? $0 : nil }
@@ -165,7 +161,6 @@ package struct Planner: Sendable {
             && (!plan.keepsAnswer || keepingAnswers(plan.offload).contains(true))
     }
 
-    /// Returns `plan` with the order among `orders` that takes the least memory, or an empty array if no order fits.
     private func ordered(_ plan: Plan, _ orders: [RunSettings.Order?]) -> [Plan] {
         let plans = orders.map { order in
             var plan = plan

@@ -7,7 +7,6 @@ extension Planner {
 
     private func peakOfPasses(_ plan: Plan) -> Int { process + arrays(plan) }
 
-    /// Returns the bytes of MLX's arrays at a step's peak, with the memory that MLX or malloc caches.
     package func arrays(_ plan: Plan) -> Int { lasting(plan) + machineMemory.working(self, plan) }
 
     package var metalBytes: Int? { machineMemory.metal }
@@ -43,7 +42,6 @@ extension Planner {
 
     // MARK: - What lives through a step
 
-    /// Returns the bytes that last through a step, such as parameters, optimizer state, sums of gradients and block inputs.
     func lasting(_ plan: Plan) -> Int {
         let (sequences, goesBack) = (plan.sequences(of: settings), method.hasBackwardPass)
         let vectors = plan.offload == .all ? 0 : vectors + (plan.gathersGradients(of: settings) ? gradients : 0)
@@ -136,8 +134,7 @@ extension Planner {
         (isCut ? 2 : 4) * hidden + normed + largest(forwardBytes(of:)) + 3 * weight(256) + 3 * perLayer
     }
 
-    /// Returns the bytes of the loss. Some arrays have all tokens, some have the tokens that are processed at a time, and some have a tile of the
-    /// vocabulary.
+    /// Some arrays have all tokens, some have the tokens that are processed at a time, and some have a tile of the vocabulary.
     private func loss(_ machine: Machine) -> Int {
         let (rows, tokens) = (min(machine.vocabularyRows, architecture.vocabSize), machine.mlpTokens)
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows

@@ -28,7 +28,6 @@ package func systemMemoryLimit() -> Int? {
     /// The memory that a run reserves but does not use: two OpenBLAS buffers of 32 MiB, and thread stacks.
     private let reservedLater = 76_000_000
 
-    /// Returns the memory limits of the process's control groups (version 1 or 2), from the process's own group up to the root.
     private func controlGroupLimits() -> [Int] {
         func number(_ path: String) -> Int? {
             let text = try? String(contentsOfFile: path, encoding: .utf8)

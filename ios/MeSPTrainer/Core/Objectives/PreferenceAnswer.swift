@@ -16,14 +16,12 @@ struct PreferenceAnswer {
         }
     }
 
-    /// The sequence with a loss on the prompt's tokens instead of the answer's; nil if the prompt has no targets.
     var context: Example? {
         let counted = Set(example.counted)
         let positions = (0..<(example.counted.last ?? 0)).filter { !counted.contains($0) }
         return positions.isEmpty ? nil : Example(tokens: example.tokens, counted: positions)
     }
 
-    /// Returns this prompt with the answer of `other`, truncated or padded to one of `lengths`.
     func with(answerOf other: PreferenceAnswer) -> PreferenceAnswer {
         PreferenceAnswer(
             example: Example(prompt: example.prompt, answer: other.example.targets, lengths: lengths),
@@ -35,7 +33,6 @@ struct PreferenceAnswer {
 extension TokenStream.Sequences {
     func answerCount(_ objective: Objective) -> Int { objective.takesPairs ? count / 2 : count }
 
-    /// Returns the pair at `index`, the chosen answer first, or the single answer at `index`.
     func answers(_ index: Int, split: Int32, _ objective: Objective) -> [PreferenceAnswer] {
         (objective.takesPairs ? [2 * index, 2 * index + 1] : [index]).map { index in
             let (label, number) = label(index)

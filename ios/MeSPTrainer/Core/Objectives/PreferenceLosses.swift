@@ -7,7 +7,6 @@ struct AnswerProbability {
     /// log π₀(y) of the reference model; nil for an objective without a reference model.
     let reference: Double?
 
-    /// n, the number of the answer's targets.
     var tokens: Int { answer.example.counted.count }
     /// ρ = log π(y) − log π₀(y)
     var ratio: Double { logProbability - (reference ?? 0) }

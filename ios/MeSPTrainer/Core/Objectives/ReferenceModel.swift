@@ -1,12 +1,10 @@
 import MLX
 import MeSPSentences
 
-/// The reference model π₀: the model at the beginning of the run.
 final class ReferenceModel {
     private let start: BlockArrays?
     private var known = [PreferenceAnswer.Source: Float]()
 
-    /// - Parameter start: the initial parameters; nil if the run began without adapters.
     init(start: BlockArrays?) { self.start = start }
 
     func logProbability(_ answer: PreferenceAnswer, _ model: BlockwiseModel) throws -> Double {

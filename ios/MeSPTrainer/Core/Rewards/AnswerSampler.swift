@@ -1,7 +1,6 @@
 import MLX
 import MeSPBundle
 
-/// A prompt and the answers that were sampled for it: the input of a reward function.
 package struct AnswerGroup: Encodable, Sendable {
     package let prompt: [Int]
     /// The answer in the data, without its end token.
@@ -11,8 +10,6 @@ package struct AnswerGroup: Encodable, Sendable {
 }
 
 extension BlockwiseModel {
-    /// Samples answers from the current model, and makes training sequences of them.
-    ///
     /// - Parameters:
     ///   - prompts: sequences of the data, whose `Example.prompt` is the prompt
     ///   - number: the number of the step, from 0, on which the seed of the sampling depends

@@ -4,7 +4,6 @@ import MeSPBundle
 extension RunSettings {
     package var scale: Float { Float(Double(alpha) / (rslora ? Double(rank).squareRoot() : Double(rank))) }
 
-    /// The number of a step's sequences; with an objective, the number of its pairs or answers.
     var sequences: Int { batchSize * gradAccumulationSteps * (groupSize ?? 1) }
 
     var processor: Processor { (device ?? .standard).processor }
@@ -12,7 +11,6 @@ extension RunSettings {
     /// Whether steps need formulas, because block functions have no inputs for dropout masks and DoRA's magnitudes.
     var needsFormulas: Bool { dropout > 0 || dora }
 
-    /// Whether the initial adapters are kept, for the reference model or for FedProx.
     var keepsStart: Bool { adapters != nil && (objective?.hasReference == true || proximalMu != nil) }
 }
 
@@ -23,7 +21,6 @@ extension RunSettings.LoRADtype {
 extension GradientMethod {
     var hasBackwardPass: Bool { self != .mezo }
 
-    /// Whether the backward pass reads intermediates, which a plan may keep.
     var readsIntermediates: Bool { self == .mesp }
 
     package var takesPacked: Bool { self != .mebp }

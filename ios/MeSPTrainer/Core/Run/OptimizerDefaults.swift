@@ -23,7 +23,6 @@ extension RunSettings {
 
     private static let paperLearningRate: Float = 1e-4
 
-    /// Writes the defaults into the settings, so that the log and the saved state contain them.
     mutating func setDefaultUpdate(for architecture: Architecture) {
         (optimizer, learningRate) = (effectiveOptimizer, effectiveLearningRate(for: architecture))
     }

@@ -4,7 +4,6 @@ import MeSPFiles
 import MeSPSentences
 
 package enum Run {
-    /// The version of the trainer and of the Python package.
     package static let version = "0.1.0"
 
     /// Trains with `settings`, and appends each record to the log. With `dryRun`, it only reports the plan.
@@ -92,7 +91,6 @@ package enum Run {
     }
 }
 
-/// What a run does, between its beginning and its end.
 package enum RunPhase: Sendable { case training, evaluating, saving }
 
 struct RunHooks {
@@ -103,6 +101,5 @@ struct RunHooks {
     var reward: (([AnswerGroup]) throws -> [[Float]])?
     var battery: () -> Battery? = { nil }
     var atPhase: (RunPhase) -> Void = { _ in }
-    /// The clock that times saves; a monotonic clock.
     var now: () -> ContinuousClock.Instant = { .now }
 }

@@ -23,7 +23,6 @@ extension LogRecord.Start {
 }
 
 extension LogRecord.Prediction {
-    /// - Parameter data: the data; needed only with DP-SGD, for the number of examples.
     init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan, _ data: Splits? = nil) {
         self.init(
             method: settings.method, seqLen: settings.seqLen, rank: settings.rank,

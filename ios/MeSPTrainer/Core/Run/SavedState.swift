@@ -25,10 +25,9 @@ package struct SavedState: Codable {
         (self.step, self.plan, self.settings, self.sources) = (step, plan, settings, sources)
     }
 
-    /// Digests of a run's weights and data. A run is resumed only with the same weights and data.
+    /// Digests of a run's weights and data.
     package struct Sources: Codable {
         let weights: String
-        /// The digests of the data that the run reads: each split, the replayed text, and the general text.
         let data: [String: String]
 
         package init(weights: String, data: [String: String]) { (self.weights, self.data) = (weights, data) }
@@ -77,7 +76,6 @@ package struct SavedState: Codable {
         }
     }
 
-    /// Returns the device of the run that `settings` resume; nil if no run is resumed or none has saved a state.
     static func device(of settings: RunSettings) -> Backend? {
         guard settings.resume, let tensors = try? Safetensors(url(in: URL(fileURLWithPath: settings.output))),
             let json = try? RunSettings.completed(in: Data((tensors.metadata["state"] ?? "").utf8))

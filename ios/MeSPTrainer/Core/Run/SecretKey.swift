@@ -53,7 +53,6 @@ package struct SecretKey {
 
     func noiseSeed(step: Int, block: Int) -> UInt64 { numbers("noise", step, block)[0] }
 
-    /// Returns the SHA-256 of the key, a purpose, a step and an index, as four numbers.
     private func numbers(_ purpose: String, _ step: Int, _ index: Int) -> [UInt64] {
         var hash = SHA256()
         var data = bytes + Data(purpose.utf8)

@@ -73,7 +73,6 @@ extension RunSettings {
 }
 
 extension Manifest {
-    /// Returns the sequence lengths of a run, ascending: `seqLen` and, if the data may have separate examples, the bundle's shorter lengths.
     func lengths(_ settings: RunSettings) -> [Int] {
         let isPacked = settings.data == nil && (data ?? [:]).values.allSatisfy { $0.examples == nil && $0.mask == nil }
         return (isPacked ? [] : seqLens.filter { $0 < settings.seqLen }.sorted()) + [settings.seqLen]

@@ -7,9 +7,7 @@ struct Splits {
     let train: TokenStream.Sequences
     let valid: TokenStream.Sequences?
     let test: TokenStream.Sequences?
-    /// The text for `RunSettings.maxForgetting`; nil without this setting or in a dry run.
     let general: TokenStream.Sequences?
-    /// The text that is mixed into the training data; nil without `RunSettings.replayShare` or in a dry run.
     private let replay: TokenStream.Sequences?
     private let settings: RunSettings
 
@@ -98,7 +96,7 @@ struct Splits {
 
     func sequences(step: Int) -> [Example] { positions(step: step).joined().map(training) }
 
-    /// Returns the sequence at a position in the training order (from 0). ⌊p · `replayShare`⌋ of the sequences before position p are replayed.
+    /// Returns the sequence at a position in the training order (from 0).
     private func training(_ position: Int) -> Example {
         guard let replay else { return train.training(position, seed: settings.seed) }
         let before = replayed(before: position)

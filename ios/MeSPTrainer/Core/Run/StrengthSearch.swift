@@ -1,8 +1,7 @@
 import Foundation
 
 /// Chooses the strength s of a run's adapters, an additional factor of their output, so that the model forgets little (`docs/method.md`,
-/// "Forgetting"). The search begins with the highest strength within the limit, and lowers the strength while held-out loss falls. The strength is 0
-/// if none is within the limit, or if the search finds no lower held-out loss than `before`.
+/// "Forgetting").
 ///
 /// - Parameters:
 ///   - limit: the maximum rise of the general text's perplexity, in percent.

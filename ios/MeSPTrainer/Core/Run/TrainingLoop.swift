@@ -23,8 +23,7 @@ final class TrainingLoop {
     private var saveAt: ContinuousClock.Instant
 
     private static let generalPieces = 16
-    /// With `saveEvery`, a run also saves when the first time has passed since its beginning, or the second time since its last save. This limits the
-    /// work that a crash can cost.
+    /// With `saveEvery`, a run also saves when the first time has passed since its beginning, or the second time since its last save.
     private static let (timeToFirstSave, timeBetweenSaves) = (Duration.seconds(60), Duration.seconds(180))
 
     /// The end of a loop that took too much memory. The run continues with `plan` from the last saved state.
@@ -246,7 +245,7 @@ final class TrainingLoop {
         if settings.evalEvery > 0 { try trainer.model.saveAdapters(to: output.appendingPathComponent("best")) }
     }
 
-    /// Logs and returns the mean loss of the first sequences of a split. Without an objective, the loss is in nats per token.
+    /// Logs and returns the mean loss of the first sequences of a split.
     private func evaluate(_ split: String, _ sequences: TokenStream.Sequences) throws -> Float {
         let record = try during(.evaluating) { try measured(split, sequences) }
         try append(.eval(record))
@@ -268,8 +267,7 @@ final class TrainingLoop {
         return record
     }
 
-    /// Chooses the adapters' strength (`chosenStrength`), and saves the adapters. At strength 0 the saved adapters have the effect of the initial
-    /// adapters.
+    /// Chooses the adapters' strength (`chosenStrength`), and saves the adapters.
     private func chooseStrength(_ limit: Double) throws {
         guard let general = data.general, let valid = data.valid, let before = state.first else { return }
         func loss(_ sequences: TokenStream.Sequences, _ count: Int, at strength: Float) throws -> Float {

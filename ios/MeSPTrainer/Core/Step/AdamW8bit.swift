@@ -15,7 +15,6 @@ struct DynamicQuantization {
     /// A lookup table: the code of the lowest float32 with each pattern of the upper 16 bits, uint8 `[2¹⁶]`.
     private let lowest: MLXArray
 
-    /// - Parameter signed: whether there are negative numbers, as in the first moment m.
     init(signed: Bool) {
         // The fractions are 0, 1, and for each power of ten p from 10⁻⁶ to 1 the midpoints of equal parts of [0.1 p, p]; if they are signed, also the
         // negative midpoints. Each power has twice as many parts as the power before it.

@@ -9,7 +9,6 @@ package final class BlockwiseModel {
     package let layouts: [LoRALayout]
     /// The indices of the trained blocks, ascending; at least one.
     package let trained: [Int]
-    /// s, an additional factor of the adapters' output; 1 during training.
     var strength: Float = 1
     /// The factor of the adapters' output: s · α / rank, or s · α / √rank with rsLoRA.
     package var scale: Float { strength * settings.scale }
@@ -24,7 +23,6 @@ package final class BlockwiseModel {
     private let squaredNorms: BlockArrays?
     /// Whether all kernels are compiled. A GPU compiles them in the first step.
     var isWarm: Bool
-    /// The kinds of blocks whose kernels for MeBP's gradients a GPU has compiled.
     var differentiated = Set<Int>()
     private var functions = [KeyPath<Manifest.Blocks, [String: String]>: [Int: [BlockFunction?]]]()
 
@@ -77,7 +75,6 @@ package final class BlockwiseModel {
         return stored.asType(.float32)
     }
 
-    /// Returns the parameters with which a trained block computes the base model's output.
     func baseParameters(_ block: Int) throws -> MLXArray {
         guard let squares = try squaredNorms?.read(block) else { return MLXArray.zeros([layouts[block].count]) }
         return layouts[block].base(sqrt(squares))
@@ -159,8 +156,8 @@ package final class BlockwiseModel {
         return call
     }
 
-    /// Makes a block's call in the forward pass. Computes what the context keeps: the norms n of DoRA and, if other blocks attend to this block's keys
-    /// and values, the keys and values of x `[1, T, hidden]`.
+    /// Computes what the context keeps: the norms n of DoRA and, if other blocks attend to this block's keys and values, the keys and values of x
+    /// `[1, T, hidden]`.
     package func makeForwardCall(
         _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext, _ x: MLXArray
     ) throws -> BlockCall {
@@ -235,7 +232,6 @@ package final class BlockwiseModel {
         return block
     }
 
-    /// Frees MLX's cached buffers, unless the plan has room for them.
     func freeCache() {
         if !keepsCache { Memory.clearCache() }
     }

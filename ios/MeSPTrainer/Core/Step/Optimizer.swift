@@ -2,13 +2,11 @@ import Foundation
 import MLX
 import MeSPBundle
 
-/// The update of a block's parameters from their gradient, and the optimizer's state. SGD and AdamW are those of `mlx.optimizers`.
+/// SGD and AdamW are those of `mlx.optimizers`.
 struct Optimizer {
     private let settings: RunSettings
-    /// SGD's velocity, or AdamW's first moment m, with an array for each block.
     var first: BlockArrays?
     var second: BlockArrays?
-    /// The quantization of `first` and `second`; nil if they are float32.
     private let maps: (first: DynamicQuantization, second: DynamicQuantization)?
 
     init(
@@ -32,7 +30,6 @@ struct Optimizer {
         }
     }
 
-    /// A block's parameters and state after an update, not evaluated and not stored yet.
     struct Update {
         var w: MLXArray
         let first, second: MLXArray?

@@ -71,8 +71,7 @@ struct PreferenceBatch: StepLoss {
         }
     }
 
-    /// Backpropagates the loss of a pair. The weights depend on both answers, so the rejected answer runs forward first. Without memory for its block
-    /// inputs, it runs forward twice.
+    /// The weights depend on both answers, so the rejected answer runs forward first. Without memory for its block inputs, it runs forward twice.
     private func backpropagate(
         chosen: PreferenceAnswer, rejected: PreferenceAnswer, share: Double, _ trainer: Trainer,
         into sink: GradientSink,

@@ -19,7 +19,7 @@ extension RunSettings {
         }
     }
 
-    /// Loads the adapters that a run begins with. If A is frozen, the folder may contain only B. A is then derived from the seed.
+    /// If A is frozen, the folder may contain only B. A is then derived from the seed.
     func loadAdapters(from folder: URL, of bundle: ModelBundle) throws -> LoadedAdapters {
         let trainsExperts = layouts(of: bundle.architecture).contains { $0.modules.contains(where: \.isStacked) }
         return try MeSPAdapters.loadAdapters(

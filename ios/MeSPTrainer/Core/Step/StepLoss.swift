@@ -13,7 +13,6 @@ package protocol StepLoss {
     var examples: [Example] { get }
 }
 
-/// The supervised loss: the sum of the losses of all targets, with a weight for each sequence.
 package struct SequenceLoss: StepLoss {
     let weighted: [Trainer.WeightedExample]
 

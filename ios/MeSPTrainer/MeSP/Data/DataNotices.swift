@@ -3,15 +3,10 @@ import MeSPSentences
 
 package struct DataNotices: Sendable, Equatable {
     let length: Int
-    /// The number of records that are excluded from training by a key.
     var leftOut = 0
-    /// The number of records or pairs of answers without a trained token within the sequence length.
     var tooLong = 0
-    /// The number of records or pairs of answers that lose trained tokens at the sequence length.
     var cut = 0
-    /// The records that are left out because they cannot be trained, in order.
     package var invalid = [InvalidRecord]()
-    /// The columns and keys that nothing reads and that are never content.
     var noted = Set<String>()
     var addsEnd = false
     var dropsThoughts = false

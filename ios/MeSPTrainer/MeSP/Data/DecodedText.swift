@@ -1,4 +1,3 @@
-/// The UTF-8 text of token ids, with the position of each token.
 package struct DecodedText: Sendable {
     package let ids: [Int]
     package let bytes: [UInt8]

@@ -14,7 +14,6 @@ package func endTokens(of bundle: URL, _ tokenizer: any TextTokenizer) -> [Int] 
         .reduce(into: []) { if $1 >= 0, !$0.contains($1) { $0.append($1) } }
 }
 
-/// Returns the fields of a JSON file of a bundle that are not null; nil if it cannot be read.
 func readJSON(_ name: String, in bundle: URL) -> [String: JSONValue]? {
     regularFile(bundle.appendingPathComponent(name)).flatMap { try? JSONValue(json: $0) }?.fields
 }

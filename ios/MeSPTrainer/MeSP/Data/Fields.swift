@@ -5,7 +5,6 @@ import MeSPSentences
 /// The columns of a record. A kind of record takes what it reads, and what is left is refused by name.
 package struct Fields: Sendable {
     private(set) var values: [String: JSONValue]
-    /// The keys of messages, of their parts and of tool calls that nothing reads.
     private var unread = Set<String>()
 
     package init(_ values: [String: JSONValue]) { self.values = values }
@@ -26,7 +25,6 @@ package struct Fields: Sendable {
         unread.formUnion(fields.filter { !known.contains($0.key) && !$0.value.isEmpty }.keys)
     }
 
-    /// The names of what has a value and was not taken: of what may be content, and of what never is.
     package var left: LeftFields {
         let names = unread.union(values.filter { !$0.value.isEmpty }.keys)
         let noted = names.filter { Self.neverContent.contains($0.lowercased().replacing("-", with: "_")) }
@@ -39,9 +37,7 @@ package struct Fields: Sendable {
 }
 
 package struct LeftFields: Sendable {
-    /// Names of what may be content, with which a record is refused.
     package var unread = Set<String>()
-    /// Names of what is never content.
     package var noted = Set<String>()
 
     package func check() throws { if !unread.isEmpty { throw Self.refusal(of: unread) } }
@@ -58,7 +54,6 @@ package struct LeftFields: Sendable {
 package struct RecordPlace: Sendable {
     package enum Kind: Sendable { case line, record, choice, conversation }
 
-    /// The number of the record, from 1.
     package let number: Int
     let kind: Kind
     let file: String?
@@ -76,7 +71,6 @@ package struct RecordPlace: Sendable {
 }
 
 package struct RefusedRecords {
-    /// Whether refused records are left out, so that the others can be trained.
     private let areLeftOut: Bool
     package private(set) var invalid = [(place: RecordPlace, reason: Sentence)]()
     /// The first record with unread fields, their number, and the unread fields of all records.
@@ -85,7 +79,7 @@ package struct RefusedRecords {
 
     package init(areLeftOut: Bool = false) { self.areLeftOut = areLeftOut }
 
-    /// Runs `body`. Counts a `MeSPError` as a refusal of the record.
+    /// Counts a `MeSPError` as a refusal of the record.
     package mutating func collect(_ place: RecordPlace, _ body: () throws -> Void) rethrows {
         do { try body() } catch let error as MeSPError { invalid.append((place, error.sentence)) }
     }

@@ -233,7 +233,7 @@ extension RecordEncoder {
         return anchor + rendering.text.agreed(from: anchor, with: until.text, from: after)
     }
 
-    /// Renders the first `count` messages. Adds a question if the template requires one.
+    /// Adds a question if the template requires one.
     private mutating func beginning(
         _ count: Int, of shape: Rendering.Shape, asks: Bool = false
     ) throws -> Rendering.Marked {

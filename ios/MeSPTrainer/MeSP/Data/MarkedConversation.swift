@@ -3,7 +3,6 @@ import MeSPFiles
 
 /// A conversation with a mark in place of each text. The marks locate the texts in the output of a chat template.
 struct MarkedConversation {
-    /// A text of a message, without white space at its ends and without final flags such as `/no_think`.
     struct Text {
         let message: Int
         let kind: Conversation.TextKind
@@ -86,7 +85,6 @@ struct MarkedConversation {
 }
 
 extension Unicode.Scalar {
-    /// Whether Python's `repr` leaves the character unescaped.
     var isPrinted: Bool {
         switch properties.generalCategory {
         case .control, .format, .surrogate, .privateUse, .unassigned, .lineSeparator, .paragraphSeparator: false

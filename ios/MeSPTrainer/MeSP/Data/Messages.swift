@@ -4,7 +4,6 @@ import MeSPSentences
 
 extension Fields {
     private static let roles = ["system", "user", "assistant", "developer", "tool", "function"]
-    /// The names of roles in other formats -> their names in MeSP.
     private static let otherRoles = [
         "model": "assistant", "bot": "assistant", "gpt": "assistant", "chatgpt": "assistant", "ai": "assistant",
         "human": "user", "usr": "user",
@@ -103,7 +102,7 @@ extension Fields {
         return try list.map { try call($0) }
     }
 
-    /// Returns a tool call. Its fields may be within `function`.
+    /// Its fields may be within `function`.
     mutating func call(_ value: JSONValue) throws -> Conversation.ToolCall {
         let outer = value.fields ?? [:]
         let function = outer["function"] == nil ? outer : outer["function"]?.fields ?? [:]

@@ -23,7 +23,7 @@ struct TextRecord: Record {
     static let forms = [["text"]]
 
     let text: Substring
-    /// Whether the text is a piece of a file's text. Its first and its last piece begin and end the file.
+    /// Its first and its last piece begin and end the file.
     var isPiece = false
     var begins = true
     var ends = true
@@ -49,7 +49,6 @@ extension Conversation: Record {
         ["instruction", "response"],  // Dolly
     ]
 
-    /// A conversation in the chat template, or a prompt and an answer to join without it.
     enum Rendered {
         case chat(Rendering)
         case joined(prompt: String, answer: String)
@@ -151,11 +150,8 @@ struct Records {
     private(set) var records = [(place: RecordPlace, record: any Record)]()
     private(set) var leftOut = 0
     private(set) var noted = Set<String>()
-    /// The records that are left out because they cannot be trained.
     private(set) var invalid = [InvalidRecord]()
 
-    /// Reads a source.
-    ///
     /// - Throws: `MeSPError` if it is a file that cannot be read, has no text, or has a refused record.
     init(_ source: TextData.Source, leavesOutInvalid: Bool = false) throws {
         var refusals = RefusedRecords(areLeftOut: leavesOutInvalid)

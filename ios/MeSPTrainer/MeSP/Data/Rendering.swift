@@ -6,7 +6,6 @@ import MeSPSentences
 ///
 /// The marks show where each text is, and whether the template drops a text.
 struct Rendering {
-    /// What conversations share that differ only in their texts.
     struct Shape {
         var conversation: Conversation
         var marked: Marked

@@ -5,9 +5,7 @@ import MeSPSentences
 
 package enum TextFileKind: Sendable {
     case text
-    /// A JSON record on each line.
     case lines
-    /// A JSON list of records, or a record on each line.
     case list
 
     /// Returns the kind by the file's extension, in any letter case.

@@ -8,9 +8,8 @@ import MeSPSentences
 /// pieces separately. It chooses the cut with the fewest tokens. In a conversation the template's own special tokens stay special.
 package struct PlainEncoder {
     private let tokenizer: any TextTokenizer
-    /// A cache of the texts of special tokens, by id. Other tokens have an empty text here.
+    /// Other tokens have an empty text here.
     private var specials = [Int: [UInt8]]()
-    /// A cache of the positions at which special tokens are cut, in bytes from the token's start.
     private var cuts = [[UInt8]: Int]()
     package private(set) var hasSplit = false
 

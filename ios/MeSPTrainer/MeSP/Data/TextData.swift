@@ -11,7 +11,6 @@ import MeSPSentences
 /// if it has a field that nothing reads and that may be content.
 package struct TextData: Sendable {
     package enum Source: Sendable {
-        /// A UTF-8 file of a kind in `TextFileKind`.
         case file(URL)
         case text(String)
         case conversations([Conversation])
@@ -72,7 +71,7 @@ package struct TextData: Sendable {
         private let records: Records
         private let data: TextData
         private var encoder: RecordEncoder
-        /// The examples. The answers of a pair are together.
+        /// The answers of a pair are together.
         private var parts = [[Encoded]]()
         private var tokens = [UInt32]()
         private var isWhole = false

@@ -4,7 +4,6 @@ import MeSPFiles
 import MeSPSentences
 
 extension TextTokenizer {
-    /// Returns this tokenizer with the options with which the bundle's data was encoded.
     package func asTrained(_ bundle: URL) -> any TextTokenizer {
         var trained = TrainedTokenizer(tokenizer: self)
         let encoding = readJSON("manifest.json", in: bundle)?["encoding"]?.fields

@@ -173,7 +173,6 @@ import Testing
         model.asksToDelete = false
         await model.confirmDeletion()
         #expect(model.library.bundles.count == 1, "the person has decided against it")
-        // A bundle can come into use between the question and the answer. Then it is not deleted.
         model.askToDelete(.bundle(bundle))
         model.checkDevice()
         await model.confirmDeletion()

@@ -39,7 +39,6 @@ import Testing
 @MainActor private final class Board: NotificationDisplay {
     var shown: RunNotification?
     var permissions = 0
-    /// The phone on which the system asks for permission; nil if it does not ask. The app is inactive during the question.
     var asksOver: TestMonitor?
     private(set) var answer: (() -> Void)?
     func askPermission() async {
@@ -150,7 +149,6 @@ import Testing
         #expect(model.problem == "Choose a text file first." && board.permissions == 0 && !model.isPreparing)
     }
 
-    /// A step of a large model can take minutes, and the system ends background time if a task reports no progress.
     @Test func progressIsToldWithinAStep() async throws {
         try await prepare(steps: 10)
         model.form.settings.gradAccumulationSteps = 60_000
@@ -240,7 +238,6 @@ import Testing
         #expect(board.shown == nil)
     }
 
-    /// Copies the folder of a run during the run, as a crash would leave it.
     private func cutOff(from uninterrupted: RunSettings) throws {
         let (files, original) = (FileManager.default, documents.appendingPathComponent("original"))
         let killed = model.library.folder.runsFolder.appendingPathComponent("killed")
@@ -251,7 +248,6 @@ import Testing
             if case .step(let step) = record, step.step == 5 { try files.copyItem(at: original, to: killed) }
         }
         try files.removeItem(at: original)
-        // After a power failure, the log can end within a line, before the step of the saved state.
         let log = killed.appendingPathComponent("metrics.jsonl")
         try Data(contentsOf: log).dropLast(700).write(to: log)
     }
@@ -284,7 +280,6 @@ import Testing
         try await reach(.finished(.finished))
         #expect(model.controller.log.events.contains { $0.name == "log_cut_off" })
         let expected = try LogSummary(folder: URL(fileURLWithPath: uninterrupted.output)).steps.map(\.loss)
-        // The log lacks the records between the cut and the saved state. The other losses equal the uninterrupted run's, to the last bit.
         let losses = try LogSummary(folder: run.url).steps
         #expect(losses.last?.step == 9 && losses.allSatisfy { $0.loss == expected[$0.step - 1] })
     }
@@ -370,7 +365,6 @@ import Testing
         #expect(
             lock.shown?.note == "The app is not in front, and iOS gives it no time to train. Open the app to continue.")
         #expect(lock.shown?.lifetime == nil, "that stays true")
-        // In background time iOS itself shows the run, so the app removes its own display.
         _ = scheduler.give(grant)
         try await reach(.training)
         #expect(lock.title == nil && lock.shown == nil)

@@ -32,8 +32,6 @@ import Testing
         return settings
     }
 
-    // MARK: - Runs
-
     @Test func listsRunsTheNewestFirstAndDeletes() throws {
         #expect(try store.runs().isEmpty)
         try Run.run(try settings("first", steps: 1))
@@ -130,7 +128,6 @@ import Testing
             try files.copyItem(at: original, to: killed)
         }
 
-        // An update of the app can move the bundle.
         try files.copyItem(at: try fixture(), to: documents.appendingPathComponent("bundle.mesp"))
         let run = try #require(try store.runs().first { $0.name == "killed" })
         #expect(run.status == .interrupted)
@@ -167,8 +164,6 @@ import Testing
         #expect(run.status == .running && !run.canResume)
     }
 
-    // MARK: - Bundles
-
     @Test func importsABundle() throws {
         let bundle = try store.importBundle(at: try fixture())
         #expect(bundle.problem == nil)
@@ -180,7 +175,6 @@ import Testing
         #expect(try store.bundles().isEmpty)
     }
 
-    /// A tokenizer's library could read unlisted files, and a link could lead out of the folder.
     @Test func whatABundleDoesNotListIsNotImported() throws {
         let source = documents.deletingLastPathComponent().appendingPathComponent("\(UUID().uuidString).mesp")
         defer { try? files.removeItem(at: source) }
@@ -212,7 +206,6 @@ import Testing
         let store = DocumentsFolder(
             documents: documents,
             applyPolicy: { url, policy in
-                // The folder of an import gets its policy while it is empty, because new files inherit the policy.
                 let inside = try? FileManager.default.contentsOfDirectory(atPath: url.path)
                 if url.path.contains("/.import") { #expect(inside?.isEmpty == true) }
                 kept.byName[url.lastPathComponent.replacing(/ing-.*/, with: "ing")] = policy
@@ -297,8 +290,6 @@ import Testing
         #expect(try store.bundles().map(\.isIncluded) == [false])
     }
 
-    // MARK: - MemoryFit
-
     @Test func saysWhetherARunFits() throws {
         let manifest = try ModelBundle(url: try fixture()).manifest
         var settings = try settings("run", steps: 1)
@@ -309,8 +300,6 @@ import Testing
         settings.rank = 1 << 20
         #expect(throws: MeSPError.self) { _ = try MemoryFit(settings, manifest, available: nil) }
     }
-
-    // MARK: - Log
 
     @Test func aCurveHasTheMeansOfStretches() throws {
         try Run.run(try settings("run", steps: 5))

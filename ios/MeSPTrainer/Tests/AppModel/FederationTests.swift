@@ -45,7 +45,6 @@ import Testing
         func withdraw(_ grant: BackgroundGrant) {}
     }
 
-    /// Returns a request for `steps` steps of SGD. It contains only the matrices B, which are 0.
     private func question(_ model: AppModel, steps: Int64 = 2, exchange: String = "float32") throws -> FlowerRecords {
         let manifest = try #require(model.form.bundle?.manifest)
         let (architecture, kind) = (manifest.architecture, exchange == "float32" ? FlowerArray.Kind.float32 : .uint16)
@@ -230,7 +229,6 @@ import Testing
         #expect(settings.memoryLimitMb == 25)
         let error = #expect(throws: MeSPError.self) { try Planner(manifest, settings, systemLimit: nil).plan() }
         #expect(error?.sentence.english.contains("fewer in a step") == true)
-        // The measured memory of the sequences is between a third of the prediction and 110% of it.
         settings.memoryLimitMb = nil
         func peak(_ batch: Int) throws -> Int {
             settings.batchSize = batch
@@ -258,7 +256,6 @@ import Testing
 
     @Test func saysWhyAMessageWasPassedOver() async throws {
         let model = try await model()
-        // The response has an empty message and an empty object tree.
         SuperLink.with(host) { $0.faults["pull-messages"] = [(200, "\u{12}\u{0}\u{1A}\u{0}")] }
         let part = Task { await model.joinFederation() }
         func wait(until isSo: () -> Bool) async throws {

@@ -11,7 +11,6 @@ import Testing
 
     private var hasRun = false
 
-    /// Returns whether a task on the main thread, which was begun before `work`, ran during `work`.
     private func isFree(while work: () async -> Void) async -> Bool {
         hasRun = false
         Task { hasRun = true }

@@ -6,7 +6,6 @@ import Testing
 
 private let documents = ProcessInfo.processInfo.environment["MESP_DOCUMENTS"]
 
-/// The app's part of `tests/test_mission.py`. That test puts a bundle into the folder `MESP_DOCUMENTS` and collects the run from there.
 @MainActor struct MissionTests {
     @Test(.enabled(if: documents != nil, "tests/test_mission.py starts it"))
     func trainsWhatWasPushedWithTheSettingsThatTheAppProposes() async throws {

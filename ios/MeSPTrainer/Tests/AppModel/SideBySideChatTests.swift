@@ -67,7 +67,6 @@ import Testing
         let hasChatTemplate = true
         private let lock = NSLock()
         private var all = [[Said]]()
-        /// The recorded conversations, without those for detecting the template's end tokens.
         var conversations: [[Said]] {
             lock.withLock { all.filter { !($0.first?.content.hasPrefix("Mk0") ?? false) } }
         }
@@ -174,7 +173,6 @@ import Testing
         #expect(chat.tunedName(of: chat.turns[1]) == "a + b × \(half)", "it is kept who answered")
     }
 
-    /// While the phone is locked, the file of the conversation cannot be read.
     @Test func aConversationThatCannotBeReadIsNotReplaced() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let locked = Flag()
@@ -271,7 +269,7 @@ import Testing
         #expect(endTokens(of: copy, ByteTokenizer()) == [0], "the tokenizer's, where the model names none")
     }
 
-    /// The config.json of a base model may name an end token other than the chat template's. Both end a text.
+    /// The config.json of a base model may name an end token other than the chat template's.
     @Test func whatTrainingEndsWithEndsTheText() throws {
         let copy = folder.appendingPathComponent("copy.mesp")
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)

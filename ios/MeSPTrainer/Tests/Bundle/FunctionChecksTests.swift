@@ -13,7 +13,6 @@ import Testing
     }
 
     @Test(arguments: [demo] + fixtures) func whatWasExportedPasses(_ url: URL) throws {
-        // The functions of a fixture that stands for a GPU's are traced for the CPU.
         var bundle = try ModelBundle(url: url, device: url == Self.demo ? .gpu : .cpu, checksums: false)
         if url.path.contains("bfloat16") { bundle.dtype = .bfloat16 }
         for (kind, blocks) in bundle.manifest.blocks.enumerated() {
@@ -38,7 +37,6 @@ import Testing
         let manifest = try ModelBundle(url: source, checksums: false).manifest
         let (length, rank) = (try #require(manifest.seqLens.max()), manifest.ranks[0])
         let x = TestFunction.Array.array([16])
-        // This Slice lies outside of its input, so MLX would read other memory.
         let lies = TestFunction(x, [.node("Slice", [[100], [104], [1]], [0], .array([4]))], outputs: 9)
         let other = TestFunction(x, [.node("Exp", [], [0], x)], outputs: 9)
         let file = "block.plain.\(length).mlxfn"
@@ -135,7 +133,6 @@ import Testing
         refused(.node("AsType", [], type: .float32, [0], column), of: column)
         refused(.node("View", [], type: .float32, [0], column), of: column)
         refused(.node("Exp", [], [0], .array([0])), of: .array([0]), for: .node("Exp", [], [0], column), of: column)
-        // Attention divides by the number of key heads, so a function with 0 key heads is refused. Heads of 256 features are refused too.
         let state = Data([0, 0, 128, 63, 1, 0, 0, 0])
         for (heads, size, isRefused) in [
             (1, 64, false), (1, 72, false), (1, 96, false), (0, 64, true), (1, 256, true),
@@ -174,7 +171,6 @@ import Testing
         for index: Int32 in [-1, 16, 1_000_000, .min] {
             #expect(gather(of: 16, .constant([index]), indices: 1, shape: []).contains(refused))
         }
-        // Computed indices are accepted only if a mask or their type keeps them within bounds.
         let computed = TestFunction.Node.node("View", [], type: .uint32, [0], .array([16], .uint32))
         #expect(gather(of: 16, computed, indices: 1, shape: [16]).contains(refused))
         func masked(_ mask: Int32, operation: Int32 = 0) -> String {
@@ -225,7 +221,6 @@ import Testing
     }
 }
 
-/// A file with one function. The input has the id 0. By default the nodes have the ids 1, 2, …. Every output of the function is the last node.
 private struct TestFunction {
     enum Element: Int32 {
         case uint8 = 1

@@ -171,7 +171,6 @@ import Testing
                 String(repeating: "a", count: 1_000_000),
                 "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"
             ),
-            // This file is hashed in several pieces.
             (
                 String(repeating: "a", count: 3_000_000),
                 "2a152c894398719c0570f83fac34ac03a0f6e8e474b995c2403aa5434f7b9dd4"
@@ -195,7 +194,6 @@ import Testing
         #expect(windows.training(count, seed: 5) == first[0])
     }
 
-    /// Three examples, of 5, 3 and 5 tokens. The mask has two tokens of the first example, all tokens of the second, and the last token of the third.
     private let stream = TokenStream(
         tokens: data([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9]), examples: data([0, 5, 5, 3, 8, 5]),
         mask: Data([0, 0, 1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1]))
@@ -247,7 +245,6 @@ import Testing
         #expect(throws: Never.self) { try TokenStream(tokens: data([1, 2]), begin: 8).check(vocabulary: 9) }
     }
 
-    /// The third example does not fit into the first sequence, but the fourth does.
     @Test func shortExamplesShareASequence() {
         let stream = TokenStream(
             tokens: data([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]), examples: data([0, 3, 3, 2, 5, 5, 10, 2]),

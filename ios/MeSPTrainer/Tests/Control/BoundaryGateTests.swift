@@ -15,7 +15,6 @@ struct BoundaryGateTests {
         }
     }
 
-    /// The first thread is abandoned within a block.
     @Test func aThreadBeginsWhenTheOneBeforeHasEnded() async {
         let (entered, release) = (DispatchSemaphore(value: 0), DispatchSemaphore(value: 0))
         let (first, second) = (BoundaryGate(), BoundaryGate())

@@ -4,7 +4,6 @@ import Testing
 @testable import MeSPCore
 
 struct PauseConditionsTests {
-    /// Each row has the scene, whether the run uses the GPU, the grant, and the expected reasons to wait.
     static let rows: [(AppScene, usesGPU: Bool, BackgroundGrant?, Set<PauseReason>)] = [
         (.active, false, nil, []),
         (.active, false, .continued, []),

@@ -173,7 +173,6 @@ import Testing
     }
 
     @Test func aMemoryWarningPausesUntilThePhoneHasMemoryAgain() async throws {
-        // The app holds this memory besides the memory of the run. It must not count as memory of the run.
         let ballast = [UInt8](repeating: 1, count: 50_000_000)
         defer { withExtendedLifetime(ballast) {} }
         try await train()

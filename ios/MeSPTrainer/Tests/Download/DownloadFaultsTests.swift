@@ -9,10 +9,7 @@
     @testable import MeSPCore
     @testable import MeSPDownload
 
-    /// Tests downloads with a fault at a randomly chosen call that changes a file. The fault is a full disk, a killed process or a power failure.
-    /// tests/helpers/faults.c simulates it.
-    ///
-    /// Each download runs in a separate process, because the process may be killed.
+    /// Tests downloads with a fault at a randomly chosen call that changes a file.
     @Suite(.serialized) @MainActor final class DownloadFaultsTests {
         private nonisolated static let environment = ProcessInfo.processInfo.environment
         private let folder = temporaryFolder()
@@ -45,7 +42,6 @@
                 case .killed: failed += kind == .full ? 0 : 1
                 case .said(let problem):
                     failed += problem == "" ? 0 : 1
-                    // The number of calls varies with the pieces of data, and some calls need no space. So the download may also succeed.
                     #expect(problem == "" || kind == .full && problem.contains("space"), "call \(number): \(problem)")
                 }
                 for bundle in try bundles(documents) { _ = try ModelBundle(url: bundle) }
@@ -58,7 +54,6 @@
             #expect(failed >= 4)
         }
 
-        /// The body of the separate process.
         @Test(.enabled(if: environment["MESP_DOWNLOAD_INTO"] != nil, "another test starts it"))
         func goesOnWithTheDownload() async throws {
             let hub = try #require(Self.environment["MESP_HUB"].flatMap { URL(string: $0) })

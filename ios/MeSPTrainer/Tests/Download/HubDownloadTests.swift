@@ -12,7 +12,6 @@ import Testing
     import FoundationNetworking
 #endif
 
-/// A server like the Hub, in a separate process, with faults on request (hub_server.py).
 final class Hub {
     let url: URL
     private let process = Process()
@@ -42,7 +41,7 @@ final class Hub {
     }
 }
 
-/// The transfers to test. An ephemeral session replaces the system's background session.
+/// The transfers to test.
 enum Way: CaseIterable { case foreground, background }
 
 @Suite(.serialized) @MainActor final class HubDownloadTests {
@@ -61,7 +60,6 @@ enum Way: CaseIterable { case foreground, background }
         _ faults: [String: [Any]], by way: Way = .foreground, from source: URL? = nil
     ) async throws -> ([String], String?) {
         let hub = try Hub(try source ?? fixture(), faults)
-        // The timeout is short only for a server that stalls, because a busy machine may also be slow.
         let stalls = faults.values.joined().contains { $0 as? String == "stall" }
         var problem: String?
         do {
@@ -119,7 +117,6 @@ enum Way: CaseIterable { case foreground, background }
         #expect(try isWhole())
     }
 
-    /// The system continues transfers after the app was terminated.
     @Test func whatTheSystemBringsMeanwhileIsNotAskedForAgain() async throws {
         let hub = try Hub(try fixture(), ["blocks/01.bin": ["trickle"]])
         let download = try HubDownload(
@@ -277,8 +274,6 @@ enum Way: CaseIterable { case foreground, background }
         #expect(download.repository == "someone/Qwen2.5-0.5B-mesp" && download.name == "Qwen2.5-0.5B")
     }
 
-    // MARK: - In the app
-
     @MainActor private final class Path: NetworkPath {
         var isCostly = false { didSet { onChange?() } }
         var onChange: (() -> Void)?
@@ -417,7 +412,6 @@ enum Way: CaseIterable { case foreground, background }
         #expect(model.library.bundles.count == 1)
     }
 
-    /// The app ended after the bundle had its final name, but before the download's record was removed.
     @Test func aDownloadThatEndedWithTheAppIsOver() async throws {
         let hub = try Hub(try fixture())
         let ended = try model(hub)

@@ -61,8 +61,6 @@ import Testing
         documents.appendingPathComponent(".downloading-someone--tiny-4bit/0123456789abcdef")
     }
 
-    // MARK: - What is offered
-
     @Test func aModelIsOfferedBeforeItsWeightsAreAskedFor() async throws {
         let hub = try Hub(source)
         let model = model(hub)
@@ -131,8 +129,6 @@ import Testing
         #expect(!sentence.isEmpty && problem == sentence)
         #expect(requests == ["manifest.json whole", "api whole", "config.json whole", "README.md whole"])
     }
-
-    // MARK: - Hostile answers
 
     private struct Entry: Encodable {
         struct LargeFile: Encodable {
@@ -213,8 +209,6 @@ import Testing
         #expect(!requests.contains("\(name) whole"), "it is not asked for")
     }
 
-    // MARK: - Download and rewriting
-
     @Test func aModelIsDownloadedAndRewritten() async throws {
         let hub = try Hub(source)
         let model = model(hub)
@@ -275,7 +269,6 @@ import Testing
         #expect(hub.end().count == (try sizes().count + 4), "nothing is asked for again")
     }
 
-    /// The app ended after the conversion: the model is partly deleted, or the bundle is moved and the hidden folder remains.
     @Test(arguments: [false, true]) func aRewritingThatEndedWithTheAppIsOver(_ wasMoved: Bool) async throws {
         let hub = try Hub(source)
         _ = try await endWhileRewriting(hub)

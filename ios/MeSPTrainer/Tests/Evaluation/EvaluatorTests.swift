@@ -5,7 +5,6 @@ import Testing
 @testable import MeSPAdapters
 @testable import MeSPCore
 
-/// Compares the evaluator with `mesp.reference`. tests/evaluation/test_evaluate.py compares it with mlx-lm.
 @Suite(.serialized) struct EvaluatorTests {
     static let cases = Fixture.cases
 
@@ -25,7 +24,6 @@ import Testing
         }
     }
 
-    /// A CPU may dequantize the weights for chunks of 256 tokens. For chunks of 3 tokens it uses `quantizedMM`.
     @Test(arguments: cases, [3, 256]) func aContinuationsLikelihoodEqualsTheReference(_ folder: URL, _ chunk: Int)
         throws
     {
@@ -51,7 +49,6 @@ import Testing
         }
     }
 
-    /// With chunks of 2 or 4 tokens, some choices do not fit into one chunk.
     @Test(arguments: [2, 4, 256]) func choicesAreScoredAsIfAlone(_ chunk: Int) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let evaluator = Evaluator(try CachedModel(fixture.bundle, chunk: chunk))
@@ -81,7 +78,6 @@ import Testing
         #expect(scores[0].logLikelihood > scores[1].logLikelihood)
     }
 
-    /// Each token except the first is scored once. The last window begins earlier, so that it has the full length.
     @Test func aLongTextIsTakenInWindows() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let evaluator = try Evaluator(fixture.bundle)

@@ -7,7 +7,6 @@ import Testing
 @testable import MeSPFederation
 @testable import MeSPFiles
 
-/// Tests damaged messages of a server. Each is read or refused with a sentence, within the memory limit.
 @Suite(.serialized) struct FederationFuzzTests {
     private let cases = FuzzTests.cases
     private static let most = 1 << 20
@@ -32,7 +31,7 @@ import Testing
         return data
     }
 
-    /// Returns a message with damaged objects. The ids are recomputed, so that they match.
+    /// Returns a message with damaged objects.
     private func damaged(
         _ tree: FlowerObjectTree, _ contents: [String: Data], _ random: inout FuzzTests.Generator
     ) throws -> (FlowerObjectTree, [String: Data]) {

@@ -58,7 +58,6 @@ struct FlowerObjectsTests {
         #expect(try store.records(id, most: 1 << 26) == records)
     }
 
-    /// The chunks of arrays equal Flower's. Other objects may differ from Flower's in spaces and in the order of keys.
     @Test func writesWhatFlowerWrites() throws {
         var (store, flowers) = (FlowerObjectStore(), FlowerObjectStore())
         let tree = try store.add(records)
@@ -101,7 +100,6 @@ struct FlowerObjectsTests {
         #expect(error?.sentence.english.contains("more than 67 MB") == (times > 1))
     }
 
-    /// A field of two bytes takes about thirty bytes of memory, so a message with too many fields is refused.
     @Test func aMessageHasNoMoreFieldsThanFlowers() throws {
         #expect(throws: MeSPError.self) { try ProtobufMessage(Data(repeating: 8, count: 1 << 20)) }
         #expect(try ProtobufMessage(Data(repeating: 8, count: 1 << 16)).number(1) == 8)

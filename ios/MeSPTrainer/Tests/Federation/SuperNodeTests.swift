@@ -75,7 +75,6 @@ final class SuperNodeTests {
 
     @Test func goesOnWhereItEnded() async throws {
         try SuperLink.ask(host)
-        // The node ends during training. The server does not send the message again.
         let first = try node()
         await #expect(throws: CancellationError.self) {
             try await first.run(report: { _ in }, answer: { _ in throw CancellationError() })
@@ -144,7 +143,6 @@ final class SuperNodeTests {
         #expect(!events.contains { if case .failed = $0 { true } else { false } })
         #expect(try keeps().isEmpty)
         #expect(SuperLink.with(host) { !$0.calls.contains("pull-object") && $0.answer == nil })
-        // The message expires while the server fails each `pull-object` call.
         try SuperLink.ask(host, age: 3599.5)
         SuperLink.with(host) { $0.faults["pull-object"] = Array(repeating: (500, ""), count: 100) }
         try await run(node(), until: Self.isDropped, answer: Self.train)
@@ -178,13 +176,11 @@ final class SuperNodeTests {
             // The other server also accepts the node's previous id.
             try await answersTheNext(at: UUID().uuidString.lowercased() + ".test")
         } else {
-            // The server was restarted without its state.
             SuperLink.with(host) { $0.node = 5 }
             try await answersTheNext()
         }
     }
 
-    /// The process ended while it removed the files of a message.
     @Test func aMessageThatWasHalfRemovedLeavesNothing() async throws {
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
@@ -229,7 +225,6 @@ final class SuperNodeTests {
         #expect(throws: MeSPError.self) { try node() }
     }
 
-    /// A change that makes a message unreadable. The raw value is a part of the error.
     enum Damage: String, CaseIterable {
         case anotherObject = "not the one that was asked for"
         case noObject = "lacks a part"
@@ -298,7 +293,6 @@ final class SuperNodeTests {
                 try await answersTheNext()
             }
         }
-        // Only the saved answer is damaged, so the node computes it again.
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
         await #expect(throws: MeSPError.self) { try await self.node().run(report: { _ in }, answer: Self.train) }
@@ -335,7 +329,6 @@ final class SuperNodeTests {
         await #expect(throws: CancellationError.self) { try await task.value }
     }
 
-    /// The message arrives after the task was cancelled.
     @Test func keepsAMessageThatArrivesWhileItEnds() async throws {
         try SuperLink.ask(host)
         let hold = DispatchSemaphore(value: 0)
@@ -349,7 +342,6 @@ final class SuperNodeTests {
         #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
     }
 
-    /// The server also requests objects outside of the answer, and one of them many times.
     @Test func sendsWhatIsItsAnswerOnce() async throws {
         try SuperLink.ask(host)
         let question = try #require(SuperLink.with(host) { $0.question?.tree })

@@ -40,8 +40,6 @@ import Testing
         return try JSONSerialization.data(withJSONObject: manifest)
     }
 
-    // MARK: - Paths
-
     @Test(arguments: ["file", "examples", "mask", "labels"])
     func noDataOfABundleLiesOutsideIt(_ kind: String) throws {
         let json = try manifest {
@@ -81,8 +79,6 @@ import Testing
         #expect(sentence.contains(data.path), "\(sentence)")
         #expect(sentence.contains("tokenize the text again") || sentence.contains("is not a file of"), "\(sentence)")
     }
-
-    // MARK: - Symbolic links
 
     @Test func aLockThatIsALinkIsNotWritten() throws {
         try files.createSymbolicLink(at: folder.appendingPathComponent(".lock"), withDestinationURL: outside)
@@ -219,8 +215,6 @@ import Testing
         #expect(try isUntouched())
     }
 
-    // MARK: - Manifests
-
     /// A run is planned from the manifest of a bundle on the Hub, before the bundle's other files are downloaded.
     @Test(arguments: [
         "no mixers", "a layer that is not there", "a zero in a shape", "words", "no layers", "a window", "no ranks",
@@ -285,7 +279,6 @@ import Testing
         let json = Data(String(repeating: opening, count: 1_000_000).utf8)
         try json.write(to: folder.appendingPathComponent("data.json"))
         let folder = folder
-        // A thread of Swift concurrency has a small stack.
         let sentences = await Task.detached {
             [
                 message { _ = try HubDownload.Offer(repository: "a/b", json: json, commit: nil) },
@@ -296,8 +289,6 @@ import Testing
         }.value
         #expect(sentences.allSatisfy { !$0.isEmpty }, "\(sentences)")
     }
-
-    // MARK: - Functions
 
     @Test func noFunctionIsImportedBeforeItsSumIsRight() throws {
         let bundle = try ModelBundle(url: bundle, checksums: false)
@@ -312,8 +303,6 @@ import Testing
         try data.write(to: bundle.url.appendingPathComponent(file))
         #expect(message { _ = try imported() }.contains("its SHA-256 differs"))
     }
-
-    // MARK: - States
 
     @Test(arguments: ["kept_blocks", "cache_bytes", "tile_bytes"]) func aPlanThatCannotBeIsRefused(_ name: String)
         throws

@@ -25,7 +25,6 @@ import Testing
         #expect(throws: (any Error).self) { try JSONValue(json: [0x22, 0xFF, 0x22]) }
     }
 
-    /// Each byte of the text is replaced by each of the 256 bytes, removed, and doubled. Each text has one change.
     @Test func noDamageEndsTheProcess() throws {
         let sound = Array(#"{"a": ["é\ud83d\ude00", -1.5e+3, true], "b": {"c": null, "d": ""}}"#.utf8)
         for index in sound.indices {

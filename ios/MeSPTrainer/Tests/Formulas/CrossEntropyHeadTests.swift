@@ -23,8 +23,6 @@ import Testing
         }
     }
 
-    /// After the norm, each row of the input is proportional to the target's row of W. The target's logit is then the largest, so the loss is close
-    /// to 0.
     @Test(arguments: Fixture.cases + Fixture.roundedCases) func aConfidentTokensLossIsNotNegative(_ folder: URL) throws
     {
         let targets = MLXArray([0, 1, 7, 8, 100, 200, 319] as [Int32])

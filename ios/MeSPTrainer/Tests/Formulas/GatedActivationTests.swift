@@ -5,7 +5,6 @@ import Testing
 @testable import MeSPCore
 
 @Suite(.serialized) struct GatedActivationTests {
-    /// gate and up are sums of terms: a product, an adapter's part and a bias. The last two are optional.
     @Test(arguments: [Activation.silu, .gelu], [(1, 1), (2, 2), (3, 3), (1, 2), (3, 2)]) func kernelsAreTheFormula(
         _ activation: Activation, _ terms: (gate: Int, up: Int)
     ) {

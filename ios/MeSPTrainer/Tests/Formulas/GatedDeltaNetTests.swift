@@ -3,7 +3,6 @@ import Testing
 
 @testable import MeSPCore
 
-/// Compares the formulas with the sequential recurrence and its automatic differentiation.
 @Suite(.serialized) struct GatedDeltaNetTests {
     private struct Inputs {
         var qkv, z, b, a, dy: MLXArray
@@ -51,7 +50,6 @@ import Testing
         let g = exp(-exp(net.aLog) * logAddExp(a + net.dtBias, Float(0)))
         let beta = sigmoid(b)
 
-        // For each head, the state `s` is a matrix `[key_dim, value_dim]`, k and q are columns, v is a row, and g and beta are numbers.
         func column(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axis: -1) }
         func row(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axis: -2) }
         func number(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axes: [-1, -2]) }

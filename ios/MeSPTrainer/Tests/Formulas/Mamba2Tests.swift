@@ -50,7 +50,6 @@ import Testing
         let step = logAddExp(dt + mamba.dtBias, Float(0))
         let decay = exp(-exp(mamba.aLog) * step)
 
-        // For each head, the state `s` is a matrix `[headDim, stateSize]`, x is a column, b and c are rows, and the decay and the step are numbers.
         func number(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axes: [-1, -2]) }
         var s = MLXArray.zeros([heads, mamba.headDim, mamba.stateSize])
         let o = stacked(

@@ -6,7 +6,7 @@ import Testing
 @testable import MeSPCore
 
 @Suite(.serialized) struct QuantizedMatrixTests {
-    /// Products that are computed as on a GPU equal those that are computed as on a CPU. Metal's kernels depend on the number of rows.
+    /// Products that are computed as on a GPU equal those that are computed as on a CPU.
     @Test(arguments: Fixture.cases) func packedProductsAreTheDenseOnes(_ folder: URL) throws {
         var bundle = try Fixture(folder, "gradients").bundle
         func products(_ way: Backend, _ x: MLXArray, _ dy: MLXArray) throws -> [MLXArray] {
@@ -29,7 +29,6 @@ import Testing
         }
     }
 
-    /// Taking rows needs at most twice the memory that it needs with 8 bits.
     @Test(arguments: [2, 3, 4, 5, 6, 8], [32, 64, 128]) func rowsAreDequantizedAsMLXDoes(_ bits: Int, _ groupSize: Int)
         throws
     {

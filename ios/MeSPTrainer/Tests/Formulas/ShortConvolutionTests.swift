@@ -10,7 +10,6 @@ import Testing
         MLXRandom.split(key: MLXRandom.key(1), into: 4).map { MLXRandom.normal([length, 6], key: $0) }
     }
 
-    /// Returns y_t = c_t Σ_j w_j (b u)_{t − 2 + j}.
     private func sequential(_ inputs: [MLXArray]) -> MLXArray {
         let (x, w): (MLXArray, MLXArray) = (inputs[0] * inputs[2], short.weight)
         var rows = [MLXArray]()

@@ -37,7 +37,6 @@ import Testing
         #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0?.count == tokens.count })
     }
 
-    /// Two texts are decoded together, one token of each per step. The outputs equal those of a forward pass over each whole text.
     @Test(arguments: cases) func decodingInFewerOperationsIsTheSame(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let lengths = [3, 7]
@@ -65,7 +64,6 @@ import Testing
     }
 
     #if os(Linux)
-        /// Simulates that the system refuses to map the last file. Counts the bundle's maps.
         private final class LastFile: @unchecked Sendable {
             let bundle: ModelBundle
             var asked = 0
@@ -127,7 +125,6 @@ import Testing
             let summary = try generator.generate(request) { try read($0, &text, of: i) }
             return (text, summary.reason, summary.tokens)
         }
-        // The scheduling does not depend on the model, so only the plain models test all combinations.
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         let ways = isPlain ? [(1, Int.max), (3, .max), (16, .max), (16, 1)] : [(3, .max), (16, .max)]
         for (atOnce, cacheLimit) in ways {
@@ -145,10 +142,8 @@ import Testing
         }
     }
 
-    /// A recurrent model reads these short texts from the beginning if the cache must be shortened.
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
-        // With chunks of one token, each token takes one call of each block.
         let generator = Generator(try CachedModel(fixture.bundle, chunk: 1))
         let whole = try Generator(fixture.bundle)
         let tokens = Array(1...10)
@@ -173,17 +168,14 @@ import Testing
             request.maxTokens = 3
             try whole.generate(request) { uncached.append($0) }
             #expect(text == uncached)
-            // The blocks read the new tokens of the prompt, and the generated tokens except the last.
             #expect(read == (prompt.count - known + 2) * fixture.layers)
             #expect(cache.tokens == prompt + text.dropLast())
             said = prompt + text
         }
-        // The first text is not counted, because it has more boundaries on a GPU.
         try generator.generate(.init(prompt: [1])) { _ in throw CancellationError() }
         try check(said, known: 0)
         try check(said + tokens[5..<8], known: said.count - 1)
         try check(Array(said.prefix(7)) + tokens[8..<10], known: isRecurrent ? 0 : 7)
-        // The first prompt is read again. If the cache can be shortened, only the last token of the prompt is new.
         try check(Array(said.prefix(5)), known: isRecurrent ? 0 : 4)
 
         _ = try say(said + tokens[5..<8], stopAt: 2 * fixture.layers + 1)
@@ -236,7 +228,6 @@ import Testing
         try generator.generate(request, continuing: &cache) { text.append($0) }
         #expect(cache.tokens == request.prompt + text.prefix(1) && cache.size == 6 * token)
 
-        // The text is stopped before all blocks have read its first tokens. Then nothing is cached.
         var (stopped, blocks) = (PromptCache(limit: 0), 0)
         let stop = {
             blocks += 1
@@ -246,8 +237,7 @@ import Testing
         #expect(blocks == 2 && stopped.size == 0)
     }
 
-    /// The tokens have the probabilities 0.5, 0.3, 0.15 and 0.05. Top-p keeps the smallest number of most probable tokens whose probabilities have a
-    /// sum of at least `topP`. Temperature T makes the probabilities proportional to the 1/T-th power of their values.
+    /// The tokens have the probabilities 0.5, 0.3, 0.15 and 0.05.
     @Test(arguments: [
         (1.0, 1.0, [0.5, 0.3, 0.15, 0.05]), (0.6, 1.0, [0.5, 0.3, 0, 0]), (0.85, 1.0, [0.5, 0.3, 0.15, 0]),
         (0.79, 0.5, [0.25, 0.09, 0, 0]), (1.0, 2.0, [0.7071, 0.5477, 0.3873, 0.2236]), (1e-9, 5.0, [1, 0, 0, 0]),

@@ -45,8 +45,6 @@ import Testing
         return try text(generator, prompt, &cache)
     }
 
-    // MARK: - What a stack computes
-
     /// Three adapters of different rank, scale, format, modules and blocks give the same result as one adapter of full rank. Its A B is the sum of
     /// weight · scale · A B of the three.
     @Test(arguments: cases, [1, 256]) func aStackIsTheFusedSum(_ place: URL, _ chunk: Int) throws {
@@ -143,8 +141,6 @@ import Testing
         #expect(none.arrayEqual(base).item(Bool.self) && !alone.arrayEqual(base).item(Bool.self))
     }
 
-    // MARK: - Others while a model generates
-
     @Test(arguments: cases.filter { ["tied-32", "qwen3_5", "lfm2_moe", "tied-gpu"].contains($0.lastPathComponent) })
     func switchingMapsNoWeights(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
@@ -176,7 +172,6 @@ import Testing
     func aPromptIsReadAgainWithOtherAdapters(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
         let (a, b) = (try adapters("a", of: fixture, rank: 4), try adapters("b", of: fixture, rank: 2))
-        // With chunks of one token, each token takes one call of each block.
         var generator = Generator(try CachedModel(fixture.bundle, chunk: 1))
         var (cache, prompt) = (PromptCache(), Array(1...20))
         func check(_ selection: [WeightedAdapters], known: Int) throws {
@@ -225,8 +220,6 @@ import Testing
             #expect(model.adapterBytes == 4 * parameters.reduce(0) { $0 + $1.count })
         }
     }
-
-    // MARK: - What cannot be
 
     @Test func whatDoesNotFitIsSaid() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")

@@ -6,7 +6,6 @@ import Testing
 @testable import MeSPImport
 
 @Suite struct ConfigJSONTests {
-    /// Configurations of the plain families, with keys deleted, nulled, doubled or moved; and the exporter's answers, or null for a refusal.
     private struct Answers: Decodable {
         struct Answer: Decodable {
             let architecture: JSONValue

@@ -1,6 +1,5 @@
 import Foundation
 import MLX
-// This import is not @testable, so that these tests use only the public API of MeSP.
 import MeSP
 import Testing
 
@@ -45,8 +44,6 @@ import Testing
             return try #require(error.errorDescription)
         }
     }
-
-    // MARK: - A whole run
 
     @Test func itLearnsAndItsAdaptersAreWritten() async throws {
         let tuner = try await tuner()
@@ -198,8 +195,6 @@ import Testing
         for try await _ in tuner.train(on: text, options(steps: 1)) {}
     }
 
-    // MARK: - Ends
-
     @Test func aCancelledTaskKeepsWhatWasLearnedAndGoesOnToTheSameBits() async throws {
         let (tuner, text) = (try await tuner(), try text())
         for try await _ in tuner.train(on: text, options(steps: 12)) {}
@@ -215,7 +210,6 @@ import Testing
         let part = try contents(tuner.adapters)
         #expect(part != whole)
         #expect(await tuner.canContinueTraining)
-        // Imitates a process that ended while it tokenized the data of another run.
         let unbegun = runs.appendingPathComponent("run-3/data")
         try FileManager.default.createDirectory(at: unbegun, withIntermediateDirectories: true)
         let other = try await self.tuner()
@@ -273,7 +267,6 @@ import Testing
         let tuner = try await tuner()
         for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
         let before = try tuner.adapters
-        // Imitates a first save that failed on a full disk.
         let part = runs.appendingPathComponent("run-2/adapters/peft")
         try FileManager.default.createDirectory(at: part, withIntermediateDirectories: true)
         #expect(try tuner.adapters == before)
@@ -311,8 +304,6 @@ import Testing
         for try await update in tuner.continueTraining() { last = update }
         #expect(last?.step == 6 && last?.notices == [])
     }
-
-    // MARK: - What is refused
 
     @Test func aFolderThatCannotBeMadeIsNamed() async throws {
         let file = try text()
@@ -388,8 +379,6 @@ import Testing
         await tuner.stop()
         for try await _ in other.train(on: text, options(steps: 1)) {}
     }
-
-    // MARK: - Beside the app's own work
 
     @MainActor @Test func theRunWaitsWhileTheAppUsesMLX() async throws {
         let monitor = TestMonitor()
@@ -585,7 +574,6 @@ import Testing
     }
 
     @Test func itSetsNoVariableOfTheProcess() async throws {
-        // Only `prepareProcess` may change the environment variables of the app's process.
         let names = ["MLX_ENABLE_TF32", "MLX_MAX_OPS_PER_BUFFER", "MLX_METAL_GPU_ARCH"]
         let before = names.map { getenv($0).map { String(cString: $0) } }
         for name in names { unsetenv(name) }
@@ -614,7 +602,6 @@ import Testing
                     #expect((Memory.cacheLimit, Memory.memoryLimit) == (10, 30))
                 }
                 #expect((Memory.cacheLimit, Memory.memoryLimit) == (10, 20))
-                // Imitates other code that sets the limit on another thread.
                 Memory.cacheLimit = 4000
             }
             #expect((Memory.cacheLimit, Memory.memoryLimit) == (4000, 3000))

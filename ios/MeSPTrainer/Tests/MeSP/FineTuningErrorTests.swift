@@ -8,7 +8,6 @@ import Testing
 @testable import MeSPFiles
 @testable import MeSPSentences
 
-/// Every kind of `FineTuningError` is reached through the public interface, except `other`.
 @Suite(.serialized) final class FineTuningErrorTests: Sendable {
     private let folder = temporaryFolder()
 
@@ -120,8 +119,6 @@ import Testing
         #expect("\(refused.plainSentence)" as Sentence == "No GPU")
     }
 
-    // MARK: - Records that are left out
-
     @Test func invalidRecordsAreLeftOutAndListed() async throws {
         let tuner = try await tuner()
         var records = conversations
@@ -146,8 +143,6 @@ import Testing
         #expect(try await tuner.preview(of: file, chosen).leftOut.map(\.index) == [1, 3])
         #expect(await kind { _ = try await tuner.preview(of: file, options()) } == .invalidRecord(index: 3))
     }
-
-    // MARK: - Phases, pauses and deletion
 
     @Test func updatesTellThePhase() async throws {
         let tuner = try await tuner()
@@ -218,9 +213,6 @@ import Testing
         #expect(lock.withLock { seen.policies[runs.path] } == .state)
     }
 
-    // MARK: - What the system asks of a library
-
-    /// Apple's checks read the manifest in the package's resources.
     @Test func thePrivacyManifestIsAResource() throws {
         let file = try #require(TextData.resources.url(forResource: "PrivacyInfo", withExtension: "xcprivacy"))
         let plist = try PropertyListSerialization.propertyList(from: Data(contentsOf: file), format: nil)

@@ -20,7 +20,6 @@
             ProcessInfo.processInfo.environment[name].flatMap(Int.init)
         }
 
-        /// The number of the first life.
         static let first = number("MESP_LIFE")
 
         /// The number of lives; one, if a first life is named. `make test-slow` sets it to 10,000.
@@ -65,7 +64,6 @@
         private let device: Backend?
         private var weights = 0
 
-        // The process
         private var monitor = TestMonitor()
         private var clock = TestClock()
         private var controller: RunController
@@ -79,7 +77,6 @@
         private var grant: BackgroundGrant? { controller.grant }
         private var isRefused = false
         private var memoryIsShort = false
-        /// Whether a run may have taken a cheaper plan.
         private var isWarned = false
 
         private static let conversations = (0..<6).map { number in
@@ -105,8 +102,6 @@
             options.device = device
             return options
         }
-
-        // MARK: - A life
 
         func live() async throws {
             try await launch(in: [.active, .background].randomElement(using: &random) ?? .active)
@@ -151,8 +146,6 @@
             }
         }
 
-        // MARK: - The process
-
         private func launch(in scene: AppScene) async throws {
             story.append("launch \(scene)")
             (monitor, clock) = (TestMonitor(), TestClock())
@@ -181,7 +174,6 @@
             refuseGPU()
         }
 
-        /// Ends the process between two blocks. The next process finds what was on the disk, in a container that has moved.
         private func kill() async throws {
             guard let tuner else { return }
             story.append("kill")
@@ -231,8 +223,6 @@
             default: break
             }
         }
-
-        // MARK: - What happens to it
 
         private func begin() {
             guard work == nil, let person else { return }
@@ -324,7 +314,6 @@
             try await bounded("whilePaused") { await other.whilePaused {} }
         }
 
-        /// Fills the disk for a while: no file may become longer than 100 bytes.
         private func fillDisk() async throws {
             story.append("full disk")
             try await withFullDisk {
@@ -358,8 +347,6 @@
             story.append("refresh")
             try await bounded("refresh") { try await person.refresh() }
         }
-
-        // MARK: - What is expected
 
         private func refuseGPU() {
             guard device == .gpu, monitor.scene == .background, grant != .continuedOnGPU, !isRefused else { return }
@@ -448,7 +435,6 @@
 
         private struct Learned {
             let matrices: Data
-            /// The held-out losses before and after the run, in nats per token.
             let losses: [Float]
 
             init(_ adapters: Adapters) throws {
@@ -482,8 +468,6 @@
             Self.wholes[key] = whole
             return whole
         }
-
-        // MARK: - Waiting
 
         /// The number of looks after which a call hangs. A busy machine looks less often in a second.
         private static let most = 100_000

@@ -5,8 +5,6 @@ import Testing
 @testable import MeSPCore
 @testable import MeSPFiles
 
-/// Compares the formulas of preferences and rewards with `mesp.reference` at the edges of their inputs; see `formula_edges` in
-/// `tests/fixtures/make_cases.py`.
 struct FormulaEdgesTests {
     private struct Edges: Decodable {
         struct Preference: Decodable {
@@ -15,7 +13,6 @@ struct FormulaEdgesTests {
             let isGood: Bool
             let tokens: [Int]
             let logProbabilities, references: [Number]
-            /// The loss and the weights; nil if they are not finite.
             let expected: [Double]?
         }
 
@@ -30,7 +27,6 @@ struct FormulaEdgesTests {
         let groups: [Group]
     }
 
-    /// A number that may be infinite, as a string.
     private struct Number: Decodable {
         let value: Double
 

@@ -90,7 +90,6 @@ import Testing
         }
     }
 
-    /// Before any step π equals π₀, so neither answer is preferred and DPO's loss is log 2.
     @Test func aRunBeginsWithoutAPreference() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let trainer = try trainer(fixture, .dpo)
@@ -98,7 +97,6 @@ import Testing
         #expect(abs(result.loss - log(2)) < 1e-6 && result.margin == 0 && result.kl == 0)
     }
 
-    /// If the initial adapters have only B, both π₀ and π take A from the seed. So their ratio is 1, and DPO's loss is log 2.
     @Test func theReferenceHasTheFrozenA() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let folder = temporaryFolder()
@@ -120,8 +118,6 @@ import Testing
         }
     }
 
-    /// The gradient of a batch of pairs is the mean of the pairs' gradients. ORPO's supervised loss is an exception: it is a mean over the batch's
-    /// targets.
     @Test(arguments: Objective.allCases.filter(\.takesPairs))
     func batchesAreMeans(_ objective: Objective) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -223,7 +219,6 @@ import Testing
             (try SavedState.load(from: parts, stopped)?.vectors["reference.answers"] != nil) == objective.hasReference)
     }
 
-    /// KTO needs at least two answers, because it combines each prompt with another record's answer.
     @Test func aSingleAnswerIsNotHeldOut() throws {
         let (few, many, output) = (try data(inPairs: false, count: 1), try data(inPairs: false), temporaryFolder())
         defer { for folder in [few, many, output] { try? FileManager.default.removeItem(at: folder) } }

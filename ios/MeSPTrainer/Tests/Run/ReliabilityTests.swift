@@ -13,8 +13,6 @@ import Testing
             .filter { $0["type"] as? String == type }
     }
 
-    // MARK: - Backups
-
     @Test func aSavedStateIsLeftOutOfBackupsBeforeItHasABit() throws {
         final class Seen: @unchecked Sendable {
             var files = [(name: String, size: Int, isInPlace: Bool)]()
@@ -39,8 +37,6 @@ import Testing
         #expect(seen.files.first?.size == 0 && seen.files.first?.isInPlace == false)
     }
 
-    // MARK: - NaN and infinity
-
     @Test(arguments: [false, true], [1, 2])
     func aGradientThatIsNotFiniteIsNamedAndTakenBack(_ skip: Bool, _ sequences: Int) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -49,7 +45,6 @@ import Testing
             ($0.skipBadSteps, $0.momentum, $0.batchSize) = (skip, 0.9, sequences)
         }
         let start = try SavedState.vectors(of: trainer)
-        // Each sequence has a boundary for each block's forward pass, one for the head, and one for each block's backward pass.
         var boundaries = sequences * (2 * fixture.layers + 1)
         trainer.clock.atBlock = {
             boundaries -= 1
@@ -117,7 +112,6 @@ import Testing
         func adapters(_ folder: URL) throws -> [String: MLXArray] {
             try loadArrays(url: folder.appendingPathComponent("adapters/adapters.safetensors"))
         }
-        // After the first step the parameters are so large that no loss is finite.
         var settings = try RunSettings.ofATest(skipping)
         (settings.learningRate, settings.skipBadSteps, settings.saveEvery) = (1e30, true, 1)
         try Run.run(settings)
@@ -143,8 +137,6 @@ import Testing
             "\(sentence)")
         #expect(try #require(try SavedState.load(from: output, settings)).state.step == 1)
     }
-
-    // MARK: - Memory
 
     @Test func aCheaperPlanIsTakenAndKept() throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
@@ -198,7 +190,6 @@ import Testing
         let manifest = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).manifest
         settings.memoryLimitMb = Double(Planner(manifest, settings).leastPeak) / 1e6 + 1
         settings.steps = 50
-        // The planner does not count this array, so the process exceeds the memory limit.
         let ballast = MLXArray.ones([4_000_000])
         MLX.eval(ballast)
         let sentence = withExtendedLifetime(ballast) { message { try Run.run(settings) } }
@@ -229,7 +220,6 @@ import Testing
         }
         #expect(try order() == nil, "of one sequence there is no order")
 
-        // The order `.sequences` keeps the accumulated gradients of all blocks. The order `.blocks` keeps the block inputs of all sequences.
         settings.batchSize = 256
         #expect(try order() == .sequences && peak(.blocks) > peak(.sequences))
         settings.batchSize = 2

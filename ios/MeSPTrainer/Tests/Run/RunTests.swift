@@ -229,7 +229,6 @@ import Testing
         #expect(saved == [0, 1, 1, 1, 4, 4], "what is there after each step")
     }
 
-    /// Imitates a power failure after which the disk has the state, but not the whole log.
     @Test(arguments: ["cut off", "zeros", "zeros beyond", "zeros within", "half a line", "empty", "no start"])
     func aDamagedLogGoesOnFromTheState(_ damage: String) throws {
         let (whole, cut) = (temporaryFolder(), temporaryFolder())
@@ -295,8 +294,6 @@ import Testing
             #expect(text == Data("You may.".utf8))
         }
     }
-
-    // MARK: - What a state belongs to
 
     private final class Changing {
         let folder = temporaryFolder()
@@ -409,7 +406,6 @@ import Testing
         #expect(FileManager.default.fileExists(atPath: run.output.path) == !isRefused)
     }
 
-    /// The frequencies in the manifest are those of the lengths of the bundle's functions.
     @Test(arguments: [
         ("\"type\": \"longrope\"", 8, "Beyond 16 tokens "), ("\"llama_4_scaling_beta\": 0.1", 32, "From 16 tokens on "),
     ]) func lengthsOfOtherFrequenciesAreRefused(_ scaling: String, _ length: Int, _ said: String) throws {
@@ -422,7 +418,6 @@ import Testing
         #expect(!FileManager.default.fileExists(atPath: run.output.path))
     }
 
-    /// Data outside a bundle has no manifest, so its files are compared.
     @Test func aResumeOnAnotherTextIsRefused() throws {
         let run = try Changing()
         let data = run.folder.appendingPathComponent("data")
@@ -444,7 +439,6 @@ import Testing
         #expect(try run.resume().message.isEmpty)
     }
 
-    /// The test changes one byte at a time: each byte of the header, each of the last 40 bytes, and some between them.
     @Test func aStateWithAChangedByteIsRefused() throws {
         let run = try Changing()
         try Run.run(run.settings)

@@ -8,8 +8,6 @@ import Testing
 @testable import MeSPCore
 
 @Suite(.serialized) struct StrengthTests {
-    /// Chooses a strength s for simulated adapters. The adapters raise the general text's loss by `forgets` s². Their held-out loss is `curve` (s −
-    /// `best`)² above its minimum.
     private func result(limit: Double, forgets: Float, best: Float, curve: Float = 1, before: Float = 2) throws
         -> (LogRecord.Strength, evaluations: Int)
     {
@@ -60,8 +58,6 @@ import Testing
     @Test func keepsNoneThatForgetTooMuchAtAnyStrength() throws {
         #expect(try result(limit: 0, forgets: 1, best: 1).0.strength == 0)
     }
-
-    // MARK: - A run
 
     private func settings(_ output: URL, _ tokens: [Int] = (0..<50).map { $0 * 7 % 60 }) throws -> RunSettings {
         var settings = try RunSettings.ofATest(output)

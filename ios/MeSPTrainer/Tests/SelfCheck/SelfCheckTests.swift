@@ -108,7 +108,6 @@ import Testing
         "decode.mamba2",
     ])
     func anErrorIsFound(_ name: String) throws {
-        // A mapped array is replaced by a copy, and every other array is multiplied by 1.001.
         let faulty = try makeSuite(settings()) { check, array in
             guard check == name else { return array }
             return array.dtype == .uint32 ? array + MLXArray(UInt32(0)) : array * 1.001
@@ -174,7 +173,6 @@ import Testing
         }
     }
 
-    /// TF32 has a relative error of up to 2⁻¹¹. The error is visible in every gradient.
     @Test(arguments: [Fixture.tied].compactMap { $0 } + Fixture.cases.filter { $0.path.hasSuffix("qwen3_5") })
     func eachGradientTellsWhatTF32WouldCost(_ folder: URL) throws {
         let found = try result("tf32", makeSuite(settings(folder)))

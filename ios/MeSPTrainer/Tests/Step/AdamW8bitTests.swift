@@ -4,7 +4,6 @@ import Testing
 
 @testable import MeSPCore
 
-/// Compares moments in 8 bits with those of `mesp.reference`.
 @Suite(.serialized) struct AdamW8bitTests {
     @Test(arguments: Fixture.cases, [true, false])
     func quantizesAsTheReference(_ folder: URL, _ signed: Bool) throws {

@@ -6,7 +6,6 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Compares DoRA with `mesp.reference`; see `tests/fixtures/make_fixtures.py`.
 @Suite(.serialized) struct DoRATests {
     private static let cases = Fixture.cases.filter(hasDoRA)
     private static let roundedCases = Fixture.roundedCases.filter(hasDoRA)
@@ -48,8 +47,6 @@ import Testing
     }
 
     @Test func fixturesAreThere() { #expect(Self.cases.count > 30 && Self.roundedCases.count > 8) }
-
-    // MARK: - Gradients
 
     @Test(arguments: cases) func gradientsEqualTheReference(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
@@ -111,8 +108,6 @@ import Testing
         }
     }
 
-    // MARK: - A run
-
     @Test(arguments: cases) func itBeginsAsTheModel(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let (trainer, lora) = (try trainer(fixture), try fixture.trainer(.mesp))
@@ -166,8 +161,6 @@ import Testing
         #expect(abs(Float(reference) + before) < 1e-5 * before)
         #expect(abs(try trainer.model.loss(example) - before) > 1e-4 * before)
     }
-
-    // MARK: - Generation
 
     @Test(arguments: cases, [nil, ["o", "out", "down"]]) func generationIsTheSame(_ folder: URL, _ some: [String]?)
         throws

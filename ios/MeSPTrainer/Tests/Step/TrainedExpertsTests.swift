@@ -83,8 +83,6 @@ import Testing
         }
     }
 
-    /// Calls `body` with the gradients of a mixture's experts and with the experts that the input x `[n, hidden]` chooses. x is also the gradient of
-    /// the output.
     private func ofMixture(
         _ fixture: Fixture, _ x: (_ hidden: Int) -> MLXArray,
         _ body: (LoRAGradients, _ chosen: Set<Int>, Experts, LoRALayout) throws -> Void

@@ -30,7 +30,6 @@ import Testing
             freezesA: true),
     ]
 
-    /// Returns the fixture's parameters. Modules that `layouts` do not contain have B = 0, so they add nothing.
     private func parameters(_ fixture: Fixture, _ layouts: [LoRALayout]) throws -> [MLXArray] {
         try layouts.enumerated().map { block, layout in
             let (whole, vector) = (layout.whole, try fixture.array("lora.\(block)"))
@@ -97,11 +96,9 @@ import Testing
         }
     }
 
-    /// With LoRA+, B's learning rate is A's multiplied by the ratio. The tested ratio is a power of two, so the product is exact.
     @Test(arguments: Fixture.cases, RunSettings.OptimizerKind.allCases)
     func aAndBHaveRatesOfTheirOwn(_ folder: URL, _ optimizer: RunSettings.OptimizerKind) throws {
         let fixture = try Fixture(folder, "gradients")
-        // The updates of MeBP and MeZO do not depend on the model family, so one family suffices.
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         for method in isPlain ? GradientMethod.allCases : [.mesp] {
             func matrices(rate: Float, ratio: Float) throws -> [LoRAMatrices] {
@@ -147,7 +144,6 @@ import Testing
                 settings = $0
             }
             _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: 0)
-            // A step builds the next graph while the current one runs, so its peak varies. The test uses the median of several steps.
             let peaks = try (1...9).map { number in
                 Memory.peakMemory = 0
                 _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: number)

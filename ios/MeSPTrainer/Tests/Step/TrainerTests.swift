@@ -6,8 +6,6 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Compares the trainer with `mesp.reference`. `tests/fixtures/make_cases.py` writes bundles and the reference's results on them. `make test` passes
-/// their folder in `MESP_FIXTURES`.
 @Suite(.serialized) struct TrainerTests {
     @Test func fixturesAreThere() {
         #expect(!Fixture.cases.isEmpty, "run the tests with `make test`, which makes the fixtures")
@@ -176,13 +174,11 @@ import Testing
             return
         }
         #expect(sentence.isEmpty)
-        // MeBP then differentiates the formulas.
         for (block, gradient) in try backpropagate(bare, .mebp).1 {
             #expect(relativeError(gradient, try fixture.array("grad.\(block)")) < tolerance, "MeBP, block \(block)")
         }
     }
 
-    /// A plan changes at most the order of sums.
     @Test(arguments: Fixture.cases) func everyPlanGivesTheSameGradients(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         var plans = [
@@ -268,8 +264,6 @@ import Testing
         )
         #expect(abs(try gradients([padded]).loss - gradients([half]).loss) < 1e-5 * expected.loss)
     }
-
-    // MARK: - Packed records
 
     private static let packing = [
         Plan(tileBytes: 1 << 10), Plan(tileBytes: 1 << 20, keptBlocks: 1), Plan(tileBytes: 1 << 16, offload: .all),
@@ -365,8 +359,6 @@ import Testing
         }
     }
 
-    // MARK: - The order of a step's sequences
-
     struct Ordered: Sendable, CustomTestStringConvertible {
         let testDescription: String
         let sequences: Int
@@ -433,8 +425,6 @@ import Testing
         }
     }
 
-    /// In the order `.blocks`, each pass maps a weight file once. In the order `.sequences`, each pass of each sequence maps it. The planner predicts
-    /// the bytes that are read.
     @Test(arguments: [("untied-7", nil), ("untied-7", 1), ("qwen3_moe", nil)])
     func weightsAreReadOnceAPass(_ name: String, _ layers: Int?)
         throws
@@ -473,7 +463,6 @@ import Testing
         #expect(message { try bundle.withBlock(0) { _ in } }.contains("has changed since the bundle was opened"))
     }
 
-    /// Simulates a process with few addresses: while maps are kept, the system soon refuses to map further files.
     private final class FewAddresses: @unchecked Sendable {
         let bundle: ModelBundle
         init(_ bundle: ModelBundle) { self.bundle = bundle }
@@ -547,7 +536,6 @@ import Testing
         }
         let (whole, start) = (try step(stopAt: .max), try step(stopAt: 1))
         #expect(whole.isDone && !start.isDone && !equal(whole.vectors, start.vectors))
-        // The number of boundaries after the first update: one for each remaining block.
         let updated = fixture.layers - 1
         for place in 1...whole.boundaries {
             let found = try step(stopAt: place)

@@ -2,13 +2,11 @@ import MeSPBundle
 
 @testable import MeSP
 
-/// A tokenizer with one token per byte.
 struct ByteTokenizer: TextTokenizer {
     var beginOfText: Int?
     var addsBegin = false
     let endOfText: Int? = 0
     var hasChatTemplate = true
-    /// Whether the template writes a thought before each message that follows the last message of the user.
     var thinks = false
     func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
         let begin = addsSpecialTokens && addsBegin ? beginOfText.map { [$0] } : nil

@@ -6,7 +6,6 @@ import Testing
 /// Token ids that the Python commands make of texts, from `text_ids` in `tests/fixtures/make_cases.py`. The tokenizers have one token per byte.
 struct CommandIDs: Decodable, Sendable {
     let words: String
-    /// A text file, with line ends of all kinds.
     let file: String
     /// A paragraph that a test repeats a thousand times. `mesp-export` cuts the result into pieces. `pieces` has their lengths in Unicode code
     /// points.
@@ -24,7 +23,6 @@ struct CommandIDs: Decodable, Sendable {
         let prompt: [Int]
         let record: [Int]
         let file: [Int]
-        /// The first token of each window of a packed text; nil if it is not replaced.
         let begin: Int?
         /// The ids of `words` followed by the completion " again". `answerCounted` marks the ids in the loss.
         let answer: [Int]
@@ -39,7 +37,6 @@ struct CommandIDs: Decodable, Sendable {
     struct Question: Decodable, Sendable {
         let prompt: String
         let choices: [String]
-        /// The ids of the prompt and of the continuation, for each choice.
         let ids: [[[Int]]]
     }
 

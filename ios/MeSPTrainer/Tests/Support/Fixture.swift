@@ -6,7 +6,6 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Returns ‖a − b‖₂ / ‖b‖₂.
 func relativeError(_ a: MLXArray, _ b: MLXArray) -> Float {
     ((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self)
 }
@@ -29,7 +28,6 @@ struct Fixture {
         return (folders ?? []).sorted { $0.path < $1.path }
     }()
 
-    /// A plain model of three blocks, for tests that do not depend on the family.
     static let tied = cases.first { $0.lastPathComponent == "tied-32" }
 
     let bundle: ModelBundle
@@ -111,7 +109,6 @@ func copyWithoutFunctions(_ bundle: URL) throws -> URL {
 }
 
 extension RunSettings {
-    /// Returns the settings of a run of 6 steps on the plain fixture's longest sequences. Each step changes the parameters.
     static func ofATest(_ output: URL) throws -> RunSettings {
         let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
         let manifest = try ModelBundle(url: bundle).manifest
@@ -125,7 +122,6 @@ extension RunSettings {
 }
 
 extension BlockwiseModel {
-    /// Returns block `index` for the input x `[T, hidden]`, with the model's parameters and without side inputs.
     func block(_ index: Int, _ weights: BlockWeights, _ x: MLXArray) throws -> Block {
         let call = BlockCall(index: index, weights: weights, lora: try parameters(index), side: .nothing)
         return block(call, x.expandedDimensions(axis: 0))

@@ -1,6 +1,5 @@
 import Foundation
 
-/// Calls `body` while no file may become longer than 100 bytes, as on a full disk.
 func withFullDisk<R>(isolation: isolated (any Actor)? = #isolation, _ body: () async throws -> R) async rethrows -> R {
     let handler = signal(SIGXFSZ, SIG_IGN)
     let resource = __rlimit_resource_t(RLIMIT_FSIZE.rawValue)

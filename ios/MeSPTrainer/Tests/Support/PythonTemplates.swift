@@ -5,8 +5,6 @@ import MeSPFiles
 import MeSPSentences
 import Testing
 
-/// A tokenizer that calls the exporter in a Python process. It also supplies test cases: a record, a chat template, and the exporter's result for
-/// them.
 final class PythonTemplates: TextTokenizer, @unchecked Sendable {
     static let python = ProcessInfo.processInfo.environment["MESP_PYTHON"]
 
@@ -89,8 +87,6 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
         guard let value = answer.value else { throw Refused(description: answer.error ?? "") }
         return value
     }
-
-    // MARK: - The tokenizer
 
     var beginOfText: Int? { current?.begin }
     var endOfText: Int? { current?.end }

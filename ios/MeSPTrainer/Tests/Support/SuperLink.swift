@@ -7,13 +7,11 @@ import Testing
     import FoundationNetworking
 #endif
 
-/// A simulated SuperLink, Flower's server, in this process. It has at most one message for the node.
+/// A simulated SuperLink, Flower's server, in this process.
 final class SuperLink: URLProtocol {
     struct State {
         var calls = [String]()
-        /// Faulty responses by the name of the call, in order. The status 0 means a lost connection, and −1 means no response.
         var faults = [String: [(status: Int, body: String)]]()
-        /// By the name of a call, the semaphore that each of its responses waits for.
         var held = [String: DispatchSemaphore]()
         var question: (tree: FlowerObjectTree, contents: [String: Data])?
         var isDelivered = false
@@ -26,7 +24,6 @@ final class SuperLink: URLProtocol {
     nonisolated(unsafe) private static var states = [String: State]()
     private static let lock = NSLock()
 
-    /// The status of a call that gets no response and keeps its connection.
     static let never = -1
 
     static func with<R>(_ host: String, _ body: (inout State) throws -> R) rethrows -> R {
@@ -73,7 +70,6 @@ final class SuperLink: URLProtocol {
         client?.urlProtocolDidFinishLoading(self)
     }
 
-    /// The body of the request, which is a stream on Apple's systems.
     private var sent: Data {
         if let body = request.httpBody { return body }
         guard let stream = request.httpBodyStream else { return Data() }

@@ -60,9 +60,7 @@ const int64_t *host_array_strides(HostArray a);
 size_t host_dtype_size(int32_t dtype);
 
 void host_array_eval(HostArray a);
-/// Returns the bytes of an evaluated array, in the layout of its strides.
 const void *host_array_data(HostArray a);
-/// Copies an evaluated array to `destination` in row-major order.
 void host_array_copy_bytes(HostArray a, void *destination);
 /// Returns a string that the caller must free().
 char *host_array_description(HostArray a);
@@ -147,7 +145,7 @@ HostArray host_gather(
     HostArray a, HostVector indices, const int32_t *axes, size_t count, const int32_t *slice_sizes, HostStream s);
 /// Returns `a` with `updates` [n, 1, …] added to the rows `indices` [n].
 HostArray host_scatter_add(HostArray a, HostArray indices, HostArray updates, HostStream s);
-/// Returns a slice. `start`, `end` and `strides` have one entry for each axis of `a`.
+/// `start`, `end` and `strides` have one entry for each axis of `a`.
 HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
 HostArray host_slice_update(
     HostArray a, HostArray update, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);

@@ -51,7 +51,6 @@ class LedgerHooks {
 /// The hooks of the linked ledger, or null without a ledger. The ledger registers them before `main`.
 extern LedgerHooks *ledger_hooks;
 
-/// Returns the hooks while the ledger records, otherwise null.
 LedgerHooks *recording_ledger();
 
 /// Makes a stream for the GPU on a Linux machine without one, unless the stream exists. Graphs on the stream can be built, but not computed.

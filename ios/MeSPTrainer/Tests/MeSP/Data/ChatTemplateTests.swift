@@ -7,7 +7,6 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Compares the tokens of records with those of the exporter, or the reasons to refuse them. Python renders the chat templates for both.
 @Suite(.enabled(if: PythonTemplates.python != nil, "it takes MESP_PYTHON, which make sets")) struct ChatTemplateTests {
     private static let preference = "a preference, which the app does not train of files"
     private typealias Answer = PythonTemplates.Case.Answer
@@ -33,7 +32,6 @@ import Testing
                 }
             }
             guard each.kind == "a pair of answers" else { return .success([answer(ids[0] + ids[1], nil)]) }
-            // The training data and the held-out data are the same pair.
             let mask = try Data(contentsOf: target.appendingPathComponent("train.mask.bin")).map { $0 == 1 }
             let bounds = try Data(contentsOf: target.appendingPathComponent("train.examples.bin")).withUnsafeBytes {
                 $0.loadUnaligned(fromByteOffset: 8, as: UInt32.self)

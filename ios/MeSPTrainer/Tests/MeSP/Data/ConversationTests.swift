@@ -61,8 +61,6 @@ import Testing
     private let chatML = TemplateTokenizer(template: TemplateTokenizer.chatML)
     private let asked = #"{"role": "user", "content": "Why?"}"#
 
-    // MARK: - Answers
-
     @Test func anAnswerIsItsTextAndWhatEndsIt() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
         let record = try messages(
@@ -95,7 +93,6 @@ import Testing
         #expect(found.spans == ["b</s>\n", "d</s>\n<|endoftext|>"])
     }
 
-    /// An answer may begin with the same characters as the template's opening of an answer.
     @Test func anAnswerBeginsWithItsText() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
         let tokenizer = TemplateTokenizer(template: TemplateTokenizer.asksForThoughts)
@@ -107,7 +104,6 @@ import Testing
                 == [
                     "hm\n</think>\n\nb<|im_end|>\n"
                 ])
-        // The template leaves out the thoughts of all answers except the last. A notice says so.
         let two = try messages(
             ("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nb"), ("user", "c"), ("assistant", "d"))
         #expect(try trained(record: two, tokenizer).spans == ["b<|im_end|>\n", "d<|im_end|>\n"])
@@ -136,7 +132,6 @@ import Testing
             refusal(record, tokenizer).contains("one token holds the end of an answer and the start of the next text"))
     }
 
-    /// MeSP finds answers by marks in a copy of the conversation. A token may contain a part of a mark and a part of the template.
     @Test func aMarkMayShareATokenWithTheTemplate() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
         var tokenizer = chatML
@@ -157,8 +152,6 @@ import Testing
         )
     }
 
-    /// The template writes an answer differently if it is the last message. Then the prompt of a second answer is not the beginning of the
-    /// conversation.
     @Test func anAnswerIsAskedForAsItIsTrained() throws {
         let tokenizer = TemplateTokenizer { said, opens in
             TemplateTokenizer.chatML(
@@ -253,8 +246,6 @@ import Testing
                 "Choice 1: the chat template leaves out the content of message 1, of the role system"))
     }
 
-    // MARK: - Tools
-
     @Test func whatATemplateLeavesOutOfToolsIsRefused() throws {
         let call = #"{"role": "assistant", "tool_calls": [{"name": "clock", "arguments": {"zone": "UTC"}}]}"#
         #expect(
@@ -305,8 +296,6 @@ import Testing
             message { try data.write(.conversations([]), to: target) }.hasPrefix("The data has 0 usable records of 0"))
     }
 
-    // MARK: - Without a template
-
     @Test func aPromptsTokensAreThoseOfItAlone() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
         let record = #"{"prompt": "The end", "completion": "ing."}"#
@@ -334,8 +323,6 @@ import Testing
         let endless = TemplateTokenizer(endOfText: nil)
         #expect(refusal(#"{"prompt": "a", "completion": "b"}"#, endless).contains("no token that ends a text"))
     }
-
-    // MARK: - Records
 
     @Test func partsOfTextAreOneText() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -444,8 +431,6 @@ import Testing
             #expect(all.spans == [all.text])
         }
     }
-
-    // MARK: - Files
 
     @Test func theKindOfAFileIsItsNames() throws {
         defer { try? FileManager.default.removeItem(at: folder) }

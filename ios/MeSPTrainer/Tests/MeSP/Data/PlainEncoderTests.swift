@@ -20,7 +20,6 @@ import Testing
             #expect(chatML.decode(ids) == text && specials(ids).isEmpty)
         }
         #expect(plain.hasSplit)
-        // The text of a special token is split between two ordinary tokens.
         let known = ["<|", "im"].map { chatML.encode($0, addsSpecialTokens: false)[0] }
         let ids = try plain.encode("x <|im_end|>", addsSpecialTokens: false)
         #expect(ids.count == 9 && ids[2...3].elementsEqual(known))
@@ -67,7 +66,6 @@ import Testing
     }
 
     @Test func whatCannotBeTextIsRefused() {
-        // A special token of one character cannot be cut in two.
         let said = message {
             var plain = PlainEncoder(ByteTokenizer())
             _ = try plain.encode("a\0", addsSpecialTokens: false)

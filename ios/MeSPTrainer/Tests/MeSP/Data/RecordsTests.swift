@@ -6,9 +6,7 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// A tokenizer whose template writes all that it gets: JSON, between the tokens of ChatML.
 private struct WholeTemplate: TextTokenizer {
-    /// Whether an answer to a tool's result goes on without a header, and no token ends a call.
     var goesOn = false
     /// Whether the template writes no tokens after messages, and reads no variables.
     var isEndless = false
@@ -53,7 +51,6 @@ private struct WholeTemplate: TextTokenizer {
     }
 }
 
-/// Every column, key and null of a record is trained, known to be no content, or refused by name.
 @Suite struct RecordsTests {
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
 
@@ -97,8 +94,6 @@ private struct WholeTemplate: TextTokenizer {
         #"{"role": "assistant", "tool_calls": [{"name": "clock", "arguments": {"zone": null, "l": [1, null], "o": {"a": null}}}]}"#
     private let told = #"{"role": "tool", "content": "noon"}"#
     private let answer = #"{"role": "assistant", "content": "Noon."}"#
-
-    // MARK: - Columns
 
     @Test(arguments: [
         (#"{"instruction": "Translate.", "input": "cat", "output": "Katze."}"#, "Translate.\n\ncat", "Katze."),
@@ -148,8 +143,6 @@ private struct WholeTemplate: TextTokenizer {
             refusal("[\(asked), \(answer)]") == "Line 1 of a.jsonl: it is not a JSON object; write the record as one.")
     }
 
-    // MARK: - What a template is given
-
     @Test func nullsAreKept() throws {
         let tools =
             #"[{"type": "function", "function": {"name": "clock", "parameters": {"zone": {"default": null, "enum": ["UTC", null]}}}}]"#
@@ -178,7 +171,6 @@ private struct WholeTemplate: TextTokenizer {
                 "leaves out the tool call of message 2, of the role assistant (\"clock\")"))
     }
 
-    /// The variables for the template with which a bundle's data was encoded are in its manifest.
     @Test func aBundleIsAskedAsItWasTrained() throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let manifest = folder.appendingPathComponent("manifest.json")
@@ -212,8 +204,6 @@ private struct WholeTemplate: TextTokenizer {
         #expect(try tokenizer.encode(prompt: asked) == WholeTemplate().encode(prompt: asked))
     }
 
-    // MARK: - Ends
-
     @Test func anEndIsPutOnlyWhereATurnEnds() throws {
         let record = messages("\(asked), \(called), \(told), \(answer)")
         let inTurn = try read(record, tokenizer: WholeTemplate(goesOn: true))
@@ -224,8 +214,6 @@ private struct WholeTemplate: TextTokenizer {
         let endless = try read(record, tokenizer: WholeTemplate(isEndless: true))
         #expect(endless.trained.allSatisfy { $0.hasSuffix("<|endoftext|>") } && endless.trained.count == 2)
     }
-
-    // MARK: - Previews
 
     @Test func whatIsInvisibleIsShown() throws {
         let record = #"{"prompt": "a", "completion": "one\r\ntwo\u200bthree\u00a0\t\u2028"}"#

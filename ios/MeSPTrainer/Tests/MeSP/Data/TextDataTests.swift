@@ -28,7 +28,6 @@ import Testing
 
     @Test func aTextIsOneStreamWithItsLastTenthHeldOut() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
-        // The text is long enough for several pieces.
         let text = (0..<4000).map { "Line \($0).\n" }.joined()
         try write("text.txt", text)
         let (train, valid) = (try words("train.bin"), try words("valid.bin"))
@@ -73,15 +72,12 @@ import Testing
         defer { try? FileManager.default.removeItem(at: folder) }
         let records = (0..<3).map { #"{"prompt": "\#($0)", "completion": "yes, it is"}"# }
         try write("chat.jsonl", records.joined(separator: "\n"), answersOnly: false)
-        // The sequences are cut after 17 tokens, and the answer begins with the 20th token.
         #expect(try words("train.examples.bin") == [0, 17, 17, 17])
         #expect(try words("valid.examples.bin") == [0, 17])
         let found = message { try write("chat.jsonl", records.joined(separator: "\n")) }
         #expect(found.hasPrefix("chat.jsonl has 0 usable records"), "nothing of an answer is left after the cut")
     }
 
-    /// The template writes only a line feed after an answer, so an end token is added. With `thinks`, the template writes a thought at the start of
-    /// an answer that follows the last message of the user.
     @Test(arguments: [
         (
             ByteTokenizer(), #"[{"role":"user","content":"Why?"},{"role":"assistant","content":"So."}]"#,
