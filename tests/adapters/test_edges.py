@@ -55,10 +55,7 @@ def write_case(folder: Path, bundle: Path, seed: int) -> list[WeightedAdapters]:
     random = np.random.default_rng(seed)
     adapters = []
     for number in range(random.choice([1, 1, 2, 3])):
-        dora, scale = (
-            bool(random.random() < 0.7),
-            float(random.choice([SCALE, 1e-6, 1e6])),
-        )
+        dora, scale = (bool(random.random() < 0.7), float(random.choice([SCALE, 1e-6, 1e6])))
         name = folder / f"{seed}.{number}"
         write_adapters(name, bundle, scale=scale, seed=seed + number + 1, dora=dora)
         file = name / "adapters.safetensors"

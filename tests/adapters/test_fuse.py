@@ -15,7 +15,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import load_adapters
 
 from helpers.adapters import RANK, SCALE, write_adapters
-from helpers.commands import call, refused, run
+from helpers.commands import call, refused, run, succeeded
 from helpers.mlx_models import with_few_values
 from helpers.models import FAMILIES, random_tensors, text_of, write_model
 from mesp import reference
@@ -60,8 +60,7 @@ def test_the_fused_model_is_the_one_with_adapters(family, tmp_path, bits, tolera
     78% and more.
     """
     bundle, adapters = family
-    done = fuse(bundle, adapters, tmp_path / "fused", "--bits", bits, "--val-batches", 2)
-    assert done.returncode == 0, done.stderr
+    succeeded(fuse(bundle, adapters, tmp_path / "fused", "--bits", bits, "--val-batches", 2))
     fused, _ = mlx_lm.load(str(tmp_path / "fused"))
     opened = Bundle(bundle)
     tokens = mx.array(opened.tokens("train")[:4])
@@ -237,8 +236,7 @@ def test_gguf_adapters_are_as_llama_cpp_names_them(family, tmp_path):
 
 def test_gguf_adapters_of_mamba_2(tmp_path):
     bundle, adapters = with_adapters("granite-mamba", tmp_path)
-    done = fuse(bundle, adapters, tmp_path / "fused", "--gguf", "--val-batches", 0)
-    assert done.returncode == 0, done.stderr
+    succeeded(fuse(bundle, adapters, tmp_path / "fused", "--gguf", "--val-batches", 0))
     reader = gguf.GGUFReader(tmp_path / "fused" / "adapters.gguf")
     assert reader.get_field("general.architecture").contents() == "granitehybrid"
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
@@ -332,10 +330,7 @@ def test_a_fused_base_model_stops_where_its_data_ended(tmp_path):
     adapters = write_adapters(tmp_path / "adapters", bundle)
     assert fuse(bundle, adapters, tmp_path / "fused", "--val-batches", 0).returncode == 0
     _, fused = mlx_lm.load(str(tmp_path / "fused"))
-    assert fused.eos_token_ids == {
-        fused.convert_tokens_to_ids("<|im_end|>"),
-        fused.eos_token_id,
-    }
+    assert fused.eos_token_ids == {fused.convert_tokens_to_ids("<|im_end|>"), fused.eos_token_id}
     assert len(fused.eos_token_ids) == 2
 
 

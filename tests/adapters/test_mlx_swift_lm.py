@@ -93,9 +93,7 @@ MODELS: dict[str, dict[str, Model]] = {
     "llama": {"MLXLLM": Model("MLXLLM/Models/Llama.swift", WHOLE, DENSE)},
     "smollm3": {"MLXLLM": Model("MLXLLM/Models/SmolLM3.swift", WHOLE, DENSE)},
     "granite": {"MLXLLM": Model("MLXLLM/Models/Granite.swift", WHOLE, DENSE)},
-    "granitemoehybrid": {
-        "MLXLLM": Model("MLXLLM/Models/GraniteMoeHybrid.swift", WHOLE, GRANITE4),
-    },
+    "granitemoehybrid": {"MLXLLM": Model("MLXLLM/Models/GraniteMoeHybrid.swift", WHOLE, GRANITE4)},
     "minicpm": {"MLXLLM": Model("MLXLLM/Models/MiniCPM.swift", WHOLE, DENSE)},
     "mistral": {"MLXLLM": Model("MLXLLM/Models/Llama.swift", WHOLE, DENSE)},
     "ministral3": {},
@@ -384,8 +382,7 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     "another rank": lambda folder: change_config(folder, lambda c: c[LORA].update(rank=RANK + 1)),
     "a key less": lambda folder: change_config(folder, lambda c: c[LORA]["keys"].pop()),
     "short keys": lambda folder: change_config(
-        folder,
-        lambda c: c[LORA].update(keys=[key.rpartition(".")[2] for key in c[LORA]["keys"]]),
+        folder, lambda c: c[LORA].update(keys=[key.rpartition(".")[2] for key in c[LORA]["keys"]])
     ),
     "whole keys": lambda folder: change_config(
         folder, lambda c: c[LORA].update(keys=[f"model.layers.0.{k}" for k in c[LORA]["keys"]])

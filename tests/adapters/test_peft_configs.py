@@ -70,7 +70,7 @@ VALUES: dict[str, list[Any]] = {
     "fan_in_fan_out": [True, False],
     "inference_mode": [True, False],
     "init_lora_weights": [
-        *(True, False, "gaussian", "olora", "pissa", "pissa_niter_2", "orthogonal", "mica"),
+        *(True, False, "gaussian", "olora", "pissa", "pissa_niter_2", "orthogonal", "mica")
     ],
     "kasa_config": [KasaConfig()],
     "layer_replication": [[[0, 1], [0, 2]], []],

@@ -191,10 +191,7 @@ def test_the_commands_take_columns_subset_and_splits(dataset, tmp_path):
     assert "9 train examples of" in done.output and "1 valid example of" in done.output
     for wrong, said in (
         (("--columns", "question"), "--columns takes KEY=COLUMN, with KEY one of text, prompt, "),
-        (
-            ("--splits", "training=a"),
-            "SPLIT=NAME, with SPLIT one of train, valid, test",
-        ),
+        (("--splits", "training=a"), "SPLIT=NAME, with SPLIT one of train, valid, test"),
         (("--columns", "prompt="), "and not prompt."),
         (("--mask-prompt", "--loss-on", "all"), "not --loss-on all: give one of them."),
     ):

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from transformers import AddedToken
 
-from helpers.chat_templates import CHATML, LLAMA, PHI, QWEN, QWEN3, SPECIAL, TEMPLATES
+from helpers.chat_templates import CHATML, LLAMA, QWEN, SPECIAL, TEMPLATES
 from helpers.paths import DEMO_MODEL
 from helpers.records import encode as encode_conversation
 from helpers.records import messages_of
@@ -125,23 +125,6 @@ def test_answers_are_those_that_trl_takes(tokenizer, template, name):
     assert (split.ids, split.mask.tolist()) == found
 
 
-def counted(tokenizer, template: str, name: str) -> str:
-    ids, mask = encode(tokenizer, template, name, marked=False)
-    return tokenizer.decode([each for each, counts in zip(ids, mask, strict=True) if counts])
-
-
-def test_each_answer_counts_with_its_end(tokenizer):
-    text = counted(tokenizer, QWEN, "several")
-    assert text == "b b<|im_end|>\n d\n<|im_end|>\nf<|im_end|>\n"
-    call = (
-        '<tool_call>\n{"name": "capital", "arguments": {"of": "France"}}\n</tool_call><|im_end|>\n'
-    )
-    assert counted(tokenizer, QWEN, "tools") == call + "Paris.<|im_end|>\nc<|im_end|>\n"
-    assert counted(tokenizer, PHI, "same") == "a<|end|>\na<|end|>\n<|endoftext|>"
-    text = "b<|im_end|>\n<think>\nso\n</think>\n\nd<|im_end|>\n"
-    assert counted(tokenizer, QWEN3, "thoughts") == text
-
-
 REVERSED = CHATML.replace("m.content +", "(m.content if loop.last else m.content | reverse) +")
 UNMARKED = (
     "{% for m in messages %}{{ m.content + '\\n' if loop.last else m.content + ' ' }}{% endfor %}"
@@ -203,11 +186,6 @@ def trained(tokenizer, template: str, *messages: dict, **others) -> list[str]:
     edges = [i for i in range(1, len(found.ids)) if found.mask[i] != found.mask[i - 1]]
     spans = pairwise([0, *edges, len(found.ids)])
     return [tokenizer.decode(found.ids[a:b]) for a, b in spans if found.mask[a]]
-
-
-def test_parts_of_text_are_one_text():
-    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": " b"}, "c"]
-    assert read(user(parts))[0]["content"] == "a bc"
 
 
 @pytest.mark.parametrize(
@@ -399,11 +377,6 @@ def test_an_unclosed_thought_is_trained(tokenizer):
     ]
 
 
-def test_an_end_token_within_an_answer_is_refused(tokenizer):
-    with pytest.raises(MespError, match=r"the end token <.im_end.> in it"):
-        encoded(tokenizer, PLAIN, {"messages": [user("a"), assistant("b<|im_end|>c")]})
-
-
 def test_a_conversation_begins_once(tokenizer):
     template = LLAMA.replace("⟦", "").replace("⟧", "")
     found = encoded(tokenizer, template, {"messages": [user("a"), assistant("b")]})
@@ -423,12 +396,6 @@ def test_a_conversation_may_begin_with_an_answer_where_templates_want_a_question
     said = [*system, assistant("Yes?"), user("a"), assistant("b")]
     found = trained(tokenizer, WANTS_A_QUESTION, *said)
     assert found == ["Yes?<|im_end|>\n", "b<|im_end|>\n"]
-
-
-def test_options_of_the_template_are_taken(tokenizer):
-    template = "{%- if shout %}{{- '<|im_start|>!' }}{%- endif %}" + PLAIN
-    record = {"messages": [user("a"), assistant("b")], "chat_template_kwargs": {"shout": True}}
-    assert tokenizer.decode(encoded(tokenizer, template, record).ids).startswith("<|im_start|>!")
 
 
 CHANGES_ITS_MIND = PLAIN.replace(

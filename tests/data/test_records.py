@@ -291,12 +291,7 @@ def assistant(content: str, **others: Any) -> dict:
         ({"instruction": "A.", "input": " ", "output": "c"}, "A.", ["c"]),
         ({"instruction": "A.", "output": "c", "id": 1}, "A.", ["c"]),
         (
-            {
-                "instruction": "A.",
-                "input": "b",
-                "output": "c",
-                "text": "Do: A.\nAnd: b\nSay: c",
-            },
+            {"instruction": "A.", "input": "b", "output": "c", "text": "Do: A.\nAnd: b\nSay: c"},
             "A.\n\nb",
             ["c"],
         ),

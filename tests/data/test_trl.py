@@ -88,9 +88,7 @@ BEGINS = {
 }
 # Texts that MeSP includes in an answer, and TRL's marks do not: the token at which generation
 # stops, and a header before an answer to a tool's output.
-ENDS = {
-    "diffusion_gemma": ("<|tool_response>", "<|turn>model\n"),
-}
+ENDS = {"diffusion_gemma": ("<|tool_response>", "<|turn>model\n")}
 # Templates that write two successive answers as one. MeSP adds an end between the answers.
 NOT_ENDED = ("diffusion_gemma",)
 # Templates that take content only as a list of parts, as for models that see images.
@@ -114,11 +112,7 @@ class Model:
         self.tokenizer = tokenizer_of(name, TEMPLATES[name], marked)
 
     def render(self, messages: list[dict], tools: list | None, **options: Any) -> Any:
-        return self.tokenizer._tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            **options,
-        )
+        return self.tokenizer._tokenizer.apply_chat_template(messages, tools=tools, **options)
 
 
 def tokenizer_of(name: str, template: str, marked: bool) -> Any:

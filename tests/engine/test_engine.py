@@ -140,17 +140,8 @@ def test_a_missing_engine_is_built_against_the_installed_mlx(checkout: Path, fak
     assert engine.exists()
     ((mlx, *arguments),) = map(str.split, calls(fakes))
     assert (Path(mlx) / "include").is_dir()
-    assert arguments == [
-        "build",
-        "-c",
-        "release",
-        "--product",
-        "mesp-engine",
-        "--package-path",
-        str(checkout),
-        "-Xswiftc",
-        "-enable-testing",
-    ]
+    options = f"build -c release --product mesp-engine --package-path {checkout}"
+    assert " ".join(arguments) == f"{options} -Xswiftc -enable-testing"
 
 
 def test_a_missing_counter_is_built_from_the_ledgers_package(checkout: Path, fakes: Path):

@@ -15,7 +15,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 import mesp
 from helpers.adapters import with_weighted_sum, write_adapters
-from helpers.commands import HANG, call, command, refused, run
+from helpers.commands import HANG, call, command, refused, run, succeeded
 from helpers.models import FAMILIES, TINY, write_model
 from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
@@ -52,8 +52,7 @@ def train(bundle: Path, output: Path, **settings: object) -> subprocess.Complete
 @pytest.fixture(scope="module")
 def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("generate") / "run"
-    done = train(bundle, output)
-    assert done.returncode == 0, done.stderr
+    succeeded(train(bundle, output))
     return output / "adapters"
 
 
@@ -295,18 +294,15 @@ def losses(output: Path) -> list[float]:
 
 @pytest.mark.parametrize("form", ["", "peft"])
 def test_training_goes_on_from_adapters(bundle: Path, adapters: Path, tmp_path: Path, form: str):
-    done = train(bundle, tmp_path / "run", adapters=str(adapters / form), steps=1)
-    assert done.returncode == 0, done.stderr
+    succeeded(train(bundle, tmp_path / "run", adapters=str(adapters / form), steps=1))
     assert losses(tmp_path / "run")[0] == losses(adapters.parent)[-1]
 
 
 @pytest.mark.parametrize("form", ["", "peft"])
 def test_training_goes_on_from_dora(bundle: Path, adapters: Path, tmp_path: Path, form: str):
-    done = train(bundle, tmp_path / "first", dora=True, projections=["q", "down"], num_layers=2)
-    assert done.returncode == 0, done.stderr
+    succeeded(train(bundle, tmp_path / "first", dora=True, projections=["q", "down"], num_layers=2))
     folder = tmp_path / "first" / "adapters" / form
-    done = train(bundle, tmp_path / "on", adapters=str(folder), steps=1, dora=True)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(train(bundle, tmp_path / "on", adapters=str(folder), steps=1, dora=True))
     first = losses(tmp_path / "first")
     assert losses(tmp_path / "on")[0] == pytest.approx(first[-1], rel=1e-6)
     assert abs(first[0] - first[-1]) > 1e-3
@@ -319,8 +315,7 @@ def test_training_goes_on_from_dora(bundle: Path, adapters: Path, tmp_path: Path
 
 
 def test_magnitudes_that_a_run_does_not_train_are_not_lost(bundle: Path, tmp_path: Path):
-    done = train(bundle, tmp_path / "first", dora=True, projections=["q"], steps=1)
-    assert done.returncode == 0, done.stderr
+    succeeded(train(bundle, tmp_path / "first", dora=True, projections=["q"], steps=1))
     folder = tmp_path / "first" / "adapters"
     tensors = mx.load(str(folder / "adapters.safetensors"))
     for name, tensor in tensors.items():
@@ -373,9 +368,6 @@ DAMAGE = {
     "no config": (lambda f: (f / "adapter_config.json").unlink(), "no adapter_config.json"),
     "no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "not valid"),
     "no weights": (lambda f: (f / "adapters.safetensors").unlink(), "no adapters.safetensors"),
-    "no parameters": (lambda f: change_config(f, lora_parameters=None), "lacks lora_parameters"),
-    "dora": (lambda f: change_config(f, fine_tune_type="dora"), "q_proj.m is missing"),
-    "full": (lambda f: change_config(f, fine_tune_type="full"), 'fine_tune_type "full"'),
     "short": (lambda f: truncate(f, 10000), "adapters.safetensors is damaged"),
     "shorter": (lambda f: truncate(f, 100), "adapters.safetensors is damaged"),
     "empty": (lambda f: truncate(f, 0), "adapters.safetensors is damaged"),
@@ -396,11 +388,6 @@ DAMAGE = {
 PEFT_DAMAGE = {
     "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model"),
     "dora": (lambda f: change_config(f, use_dora=True), "lora_magnitude_vector is missing"),
-    "method": (lambda f: change_config(f, peft_type="LOHA"), "LOHA"),
-    "bias": (lambda f: change_config(f, bias="all"), 'bias "all"'),
-    "embeddings": (lambda f: change_config(f, modules_to_save=["lm_head"]), "modules_to_save"),
-    "ranks": (lambda f: change_config(f, rank_pattern={"q_proj": 4}), "rank_pattern"),
-    "no rank": (lambda f: change_config(f, r=None), "lacks r"),
     "shape": (lambda f: change_config(f, r=4), "has the shape [8, 192]"),
 }
 
@@ -433,8 +420,7 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("granite")
     model = write_model(folder / "model", FAMILIES["granitemoehybrid"])
     bundle = export(model, folder / "b.mesp", "--data", "python-docs")
-    done = train(bundle, folder / "run")
-    assert done.returncode == 0, done.stderr
+    succeeded(train(bundle, folder / "run"))
     return bundle, folder / "run" / "adapters"
 
 
@@ -442,8 +428,7 @@ def test_adapters_of_joined_layers_are_the_same_in_both_forms(granite, tmp_path:
     bundle, adapters = granite
 
     def loss(name: str, **settings: str) -> float:
-        done = train(bundle, tmp_path / name, steps=1, **settings)
-        assert done.returncode == 0, done.stderr
+        succeeded(train(bundle, tmp_path / name, steps=1, **settings))
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         return next(line["loss"] for line in lines if line["type"] == "eval")
 
@@ -476,8 +461,7 @@ def test_adapters_of_joined_layers_are_the_same_in_both_forms(granite, tmp_path:
 def test_peft_finds_no_expert_by_the_names_of_an_mlp(tmp_path: Path, family: str):
     model = write_model(tmp_path / "model", FAMILIES[family])
     bundle = export(model, tmp_path / "b.mesp", "--data", "python-docs")
-    done = train(bundle, tmp_path / "run", steps=1)
-    assert done.returncode == 0, done.stderr
+    succeeded(train(bundle, tmp_path / "run", steps=1))
     folder = tmp_path / "run" / "adapters" / "peft"
     pattern = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
     for name in mx.load(str(folder / "adapter_model.safetensors")):

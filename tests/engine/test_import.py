@@ -879,10 +879,7 @@ def test_a_folder_that_is_read_only_is_one_sentence(model: Path, tmp_path: Path)
     file = tmp_path / "settings.json"
     file.write_text(json.dumps({"model": str(model), "bundle": str(bundle)}))
     done = subprocess.run(
-        [ENGINE(), "import", file],
-        capture_output=True,
-        text=True,
-        preexec_fn=without_privileges,
+        [ENGINE(), "import", file], capture_output=True, text=True, preexec_fn=without_privileges
     )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert str(closed) in done.stderr and not list(closed.iterdir())

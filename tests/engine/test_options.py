@@ -23,17 +23,7 @@ import pytest
 
 from helpers.commands import call, refused, run
 from helpers.models import dequantize_once
-from helpers.oracle import (
-    ALPHA,
-    RANK,
-    SEQ_LEN,
-    STEPS,
-    Oracle,
-    Recipe,
-    Trained,
-    distance,
-    saved,
-)
+from helpers.oracle import ALPHA, RANK, SEQ_LEN, STEPS, Oracle, Recipe, Trained, distance, saved
 from helpers.schedules import learning_rate
 from mesp import reference
 from mesp.bundle.reader import Bundle
@@ -215,8 +205,6 @@ CASES = {
         ("--loraplus-lr-ratio", 0.5, "--optimizer", "adamw8bit", "--weight-decay", 0.5, *SLOW),
         Recipe(AdamW8bit(1e-3, weight_decay=0.5), AdamW8bit(5e-4, weight_decay=0.5)),
     ),
-    "cosine": (("--schedule", "cosine"), Recipe(SGD(optim.cosine_decay(RATE, STEPS)))),
-    "linear": (("--schedule", "linear"), Recipe(SGD(optim.linear_schedule(RATE, 0, STEPS)))),
     "warm-up": (
         ("--warmup", 2),
         Recipe(SGD(warm_up_and(lambda _: RATE))),
@@ -548,10 +536,7 @@ def test_bfloat16_adapters_follow_float32(bundle: Path, oracle: Oracle, tmp_path
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ("--momentum", 0.9),
-        ("--optimizer", "adamw8bit", "--lora-dtype", "bfloat16", *SLOW),
-    ],
+    [("--momentum", 0.9), ("--optimizer", "adamw8bit", "--lora-dtype", "bfloat16", *SLOW)],
     ids=["momentum", "adamw8bit, bfloat16"],
 )
 def test_a_run_that_goes_on_is_as_if_it_had_not_stopped(

@@ -13,7 +13,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from helpers.commands import call, run
+from helpers.commands import call, run, succeeded
 from helpers.models import dequantize_once
 from helpers.oracle import ALPHA, RANK, Oracle, Parameters, Recipe, distance, saved
 from mesp import reference
@@ -27,20 +27,8 @@ pytestmark = pytest.mark.slow
 SEQ_LEN = 32
 KEY = bytes(range(32))
 WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "wizards",
-    "mix",
-    "quartz",
+    *("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven"),
+    *("wizards", "mix", "quartz"),
 ]
 STEPS = 3  # at least two, because A's gradient is 0 in the first step
 
@@ -204,8 +192,7 @@ def train(bundle: Path, output: Path, *options: object) -> subprocess.CompletedP
 
 
 def test_what_a_run_gives_is_said_before_and_after(bundle: Path, tmp_path: Path):
-    done = train(bundle, tmp_path / "run", "--dp-noise", 1.5, "--dp-delta", 1e-4)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(train(bundle, tmp_path / "run", "--dp-noise", 1.5, "--dp-delta", 1e-4))
     total = epsilon([Steps(3, 1.5, 3 / 27)], 1e-4)
     line = f"Differential privacy of each of 27 training examples: ε {total:.3g} at δ 0.0001"
     assert [each for each in done.stdout.splitlines() if "privacy" in each] == 2 * [

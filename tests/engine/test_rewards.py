@@ -139,8 +139,7 @@ def test_a_reward_that_fails_ends_the_run_in_order(
     again = ("--resume", "--reward", "own_reward:reward", "--steps", 3, "--out", out)
     other = run("train", *again, "--reward", "own_reward:other", cwd=tmp_path)
     assert other.returncode == 2 and "cannot become own_reward:other" in other.stderr
-    done = run("train", *again, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    call("train", *again, cwd=tmp_path)
     assert mesp.RunLog.load(out).last_step == 3
 
 

@@ -919,10 +919,7 @@ def test_an_object_of_any_length_is_answered_as_a_failure(bundle: Path, tmp_path
 def test_a_node_waits_for_a_server_that_says_nothing(
     bundle: Path, tmp_path: Path, answer: Callable
 ):
-    with (
-        SuperLink(pull_messages=answer) as link,
-        Node(link.url, bundle, tmp_path / "n") as node,
-    ):
+    with SuperLink(pull_messages=answer) as link, Node(link.url, bundle, tmp_path / "n") as node:
         wait_for(lambda: link.names().count("pull-messages") > 2)
         assert node.peak_bytes() < 150_000_000
         code, _, error = node.stop()

@@ -6,45 +6,15 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
-from helpers.models import FAMILIES, TINY, arrays_of, mlx_lm_model
+from helpers.models import FAMILIES, arrays_of, mlx_lm_model
 from mesp.block_function.rope import fast_rope
 from mesp.block_function.rope import rope as rope_of
 from mesp.errors import MespError
 from mesp.models import families
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete, for_mlx_lm
-from mesp.models.families import FUSED_ATTENTION, FUSED_MLP
 from mesp.models.short_names import KNOWN
 from mesp.models.tensor_names import name_here
-
-
-def test_geometry_of_a_config():
-    arch = Architecture.from_config(TINY)
-    (mixer,), block = arch.mixers, arch.blocks[0]
-    assert (arch.hidden_size, mixer.head_dim, arch.num_hidden_layers) == (128, 32, 3)
-    assert [*block.projections()] == ["q", "k", "v", "o", "gate", "up", "down"]
-    assert block.sizes()["self_attn.k_proj"] == (64, 128)
-    assert block.sizes()["mlp.down_proj"] == (128, 320)
-    assert block.lora_size(8) == 8 * (2 * 256 + 2 * 192 + 3 * 448)
-    assert mixer.frequencies == tuple(1e4 ** (-i / 32) for i in range(0, 32, 2))
-    assert (mixer.rope_scale, mixer.sliding_window) == (1, None)
-    assert arch.layers == (0, 0, 0)
-    assert mixer.attention_scale == pytest.approx(32**-0.5)
-
-
-def test_fused_modules_hold_their_projections_one_below_the_other():
-    arch = Architecture.from_config(FAMILIES["phi3"])  # 4 query heads and 2 key heads of size 16
-    block = arch.blocks[0]
-    assert tuple(block.modules.items()) == FUSED_ATTENTION + FUSED_MLP
-    assert block.sizes() == {
-        "self_attn.qkv_proj": (128, 64),
-        "self_attn.o_proj": (64, 64),
-        "mlp.gate_up_proj": (256, 64),
-        "mlp.down_proj": (64, 128),
-    }
-    places = block.projections()
-    assert places["k"] == ("self_attn.qkv_proj", slice(64, 96), (32, 64))
-    assert places["up"] == ("mlp.gate_up_proj", slice(128, 256), (128, 64))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -385,11 +355,7 @@ def test_rope_as_transformers_5_writes_it():
             {"text_config": {"model_type": "mistral4"}},
             'text_config\'s model_type to "mistral4"',
         ),
-        (
-            "gemma2",
-            {"model_type": "gemma3n", "text_config": {}},
-            "four streams",
-        ),
+        ("gemma2", {"model_type": "gemma3n", "text_config": {}}, "four streams"),
         ("granitemoehybrid", {"layer_types": ["conv", "attention"]}, 'layer_types to "conv"'),
         ("granite-mamba", {"mamba_proj_bias": True}, "mamba_proj_bias to true"),
         ("granite-mamba", {"mamba_conv_bias": False}, "mamba_conv_bias to false"),

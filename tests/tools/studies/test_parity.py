@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx import nn
 
-from helpers.commands import call, invoke
+from helpers.commands import call, invoke, succeeded
 from helpers.paths import ROOT
 from mesp.bundle.reader import Bundle
 from mesp.data.tokenizer import load_bundle_tokenizer
@@ -140,8 +140,7 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
     few = ("--held-out", 6, "--text", other, "--out", tmp_path / "parity")
 
     def run(*options: object) -> str:
-        done = invoke(parity.main, "parity.py", *options, *few)
-        assert done.returncode == 0, done.stderr
+        done = succeeded(invoke(parity.main, "parity.py", *options, *few))
         return done.stdout
 
     return run
