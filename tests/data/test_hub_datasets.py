@@ -112,13 +112,6 @@ def test_a_file_and_what_is_null_in_it(tmp_path):
     assert [len(each) for each in documents.values()] == [8, 2]
 
 
-def test_columns_of_a_jsonl_file(tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows("main", 10))))
-    documents = read_data(str(path), Selection(columns=AS_COMPLETIONS))
-    assert contents(documents) == {"train": pairs(rows("main", 10))}
-
-
 @pytest.mark.parametrize(
     ("selection", "said"),
     [

@@ -283,23 +283,11 @@ def assistant(content: str, **others: Any) -> dict:
     return {"role": "assistant", "content": content, **others}
 
 
-@pytest.mark.parametrize(
-    ("record", "asked", "answers"),
-    [
-        ({"question": "A?", "chosen": "b c", "rejected": "b d"}, "A?", ["b c", "b d"]),
-        ({"instruction": "A.", "input": "b", "output": "c"}, "A.\n\nb", ["c"]),
-        ({"instruction": "A.", "input": " ", "output": "c"}, "A.", ["c"]),
-        ({"instruction": "A.", "output": "c", "id": 1}, "A.", ["c"]),
-        (
-            {"instruction": "A.", "input": "b", "output": "c", "text": "Do: A.\nAnd: b\nSay: c"},
-            "A.\n\nb",
-            ["c"],
-        ),
-        ({"instruction": "A.", "context": "b", "response": "c"}, "A.\n\nb", ["c"]),
-    ],
-)
-def test_public_forms_are_read_by_their_columns(tmp_path, record, asked, answers):
-    assert read(tmp_path, [record]) == [ASKED.format(asked, answer) for answer in answers]
+def test_an_instruction_may_have_a_blank_input_or_its_own_text(tmp_path):
+    blank = {"instruction": "A.", "input": " ", "output": "c"}
+    whole = blank | {"input": "b", "text": "Do: A.\nAnd: b\nSay: c"}
+    found = read(tmp_path, [blank, whole])
+    assert found == [ASKED.format("A.", "c"), ASKED.format("A.\n\nb", "c")]
 
 
 @pytest.mark.parametrize(
@@ -354,15 +342,10 @@ def test_a_dialogue_in_a_text_is_asked_up_to_its_last_answer(tmp_path):
         read(tmp_path, [pair])
 
 
-def test_nulls_are_kept_as_in_json_and_left_out_as_in_a_table(tmp_path):
+def test_nulls_of_a_tables_objects_are_left_out(tmp_path):
     arguments = {"zone": None, "l": [1, None], "o": {"a": None}}
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
     messages = [user("a"), assistant("", tool_calls=[call]), assistant("b")]
-    (found,) = read(tmp_path, [{"messages": messages, "tools": tools}])
-    assert found.replace("⟦", "").replace("⟧", "") == CHAT._tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False
-    )
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), path)
     table = load(str(path), CHAT, 256, len(CHAT.get_vocab()), DataOptions(hold_out=0))["train"]

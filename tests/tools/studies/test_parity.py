@@ -47,15 +47,6 @@ def test_an_interval_is_that_of_paired_means():
     assert not difference.is_within(0.01) and difference.is_within(0.1)
 
 
-def test_what_is_right_counts_by_the_sequence():
-    exact = np.arange(100) < 50
-    better = scores(np.ones(100), np.arange(100) < 60)
-    difference = paired([better] * 3, [scores(np.ones(100), exact)] * 3, what="exact")
-    assert difference.mean == pytest.approx(0.1)
-    # Three identical seeds do not narrow the interval, because sequences are resampled.
-    assert difference.low == pytest.approx(0.1 - 1.96 * 0.03, abs=0.01)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def in_this_process() -> Iterator[None]:
     def command(module: str, *arguments: object) -> None:
@@ -117,17 +108,6 @@ def test_what_is_written_is_the_likeliest_until_the_end(problems: Bundle):
 def test_a_trainer_that_is_not_there_is_refused():
     with pytest.raises(MespError, match="There is no trainer SVM here; name one of MeSP; "):
         parity.choose(parity.TRAINERS, "sgd", ("SVM",))
-
-
-def test_qlora_is_left_out_where_there_is_no_bitsandbytes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
-    monkeypatch.setattr(parity, "has_bitsandbytes", lambda python: False)
-    found = parity.with_pytorch(Path("python"), "demo")
-    assert [*found] == ["PEFT, float32", "PEFT, bfloat16"]
-    assert "QLoRA is left out: python has no bitsandbytes." in capsys.readouterr().err
-    monkeypatch.setattr(parity, "has_bitsandbytes", lambda python: True)
-    assert "QLoRA, NF4" in parity.with_pytorch(Path("python"), "demo")
 
 
 @pytest.fixture
