@@ -268,13 +268,6 @@ def test_one_of_several_phones_is_chosen(phones: Phones, name: str):
     assert list(rows(collect_phone(phones, "--device", name))) == ["g"]
 
 
-def test_no_phone(phones: Phones):
-    phones.add("Left at home", tunnelState="unavailable")
-    assert refused(collect_phone(phones)).startswith(
-        "No phone can be reached: connect it with a cable"
-    )
-
-
 def test_an_unknown_phone(phones: Phones):
     phones.add("Ada's iPhone")
     assert refused(collect_phone(phones, "--device", "Alan")) == (
