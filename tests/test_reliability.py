@@ -32,6 +32,7 @@ COLLECT = ROOT / "tools" / "collect.py"
 SMALL = {**TINY, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
 STEPS = 12
 EVAL_EVERY = 4
+GREEDY = {"adapters": [], "temperature": 0.0, "top_p": 1.0, "seed": 0}
 
 
 def finish(line: list, **options: object) -> subprocess.CompletedProcess:
@@ -363,14 +364,7 @@ def test_a_command_that_is_ended_leaves_nothing(
 
 def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_path: Path):
     """A signal may arrive while MLX's threads compute."""
-    prompt = {
-        "adapters": [],
-        "prompt": [5] * 40,
-        "max_tokens": 1000,
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "seed": 0,
-    }
+    prompt = GREEDY | {"prompt": [5] * 40, "max_tokens": 1000}
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps({"bundle": str(large), **prompt, "stop": []}))
     for number in range(20):
@@ -411,14 +405,7 @@ def test_a_clock_that_is_set_back_changes_no_measured_time(
         done = succeeded(finish([find_engine(), command, file], env=clock_set_back))
         return json.loads(done.stdout.splitlines()[-1])
 
-    text = {
-        "adapters": [],
-        "prompt": [5, 6],
-        "max_tokens": 5,
-        "temperature": 0.0,
-        "top_p": 1.0,
-        "seed": 0,
-    }
+    text = GREEDY | {"prompt": [5, 6], "max_tokens": 5}
     begun = time.monotonic()
     end = record("generate", **text, stop=[])
     assert 0 < end["prompt_seconds"] <= time.monotonic() - begun

@@ -642,16 +642,8 @@ def test_data_is_replaced_with_the_bundles_tokenizer(bundle, tmp_path):
 def test_records_are_shown_as_they_are_trained(tmp_path):
     records = [{"prompt": f"Time {i}?", "completion": "It is\nnoon.", "id": i} for i in range(4)]
     path = write_records(tmp_path / "data.jsonl", records)
-    arguments = [
-        "--model",
-        "demo",
-        "--seq-len",
-        64,
-        "--data",
-        path,
-        "--out",
-        tmp_path / "demo.mesp",
-    ]
+    out = tmp_path / "demo.mesp"
+    arguments = ["--model", "demo", "--seq-len", 64, "--data", path, "--out", out]
     exported = CliRunner().invoke(export.main, list(map(str, arguments)), catch_exceptions=False)
     shown = "user: Time {}?↵\nassistant:⟦ It is↵\nnoon.<|endoftext|>↵\n⟧\n"
     assert shown.format(0) in exported.stdout and "Time 1?" not in exported.stdout

@@ -218,18 +218,9 @@ def bundle(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": text(2, 6)[1:], "chosen": text(2, 8), "rejected": text(2, 8)} for _ in range(30)
     ]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
-    size = ("--seq-len", SEQ_LEN, "--rank", RANK)
-    call(
-        "export",
-        "--model",
-        tiny,
-        "--data",
-        folder / "pairs.jsonl",
-        *size,
-        "--out",
-        folder / "tiny.mesp",
-    )
-    return folder / "tiny.mesp"
+    size, out = ("--seq-len", SEQ_LEN, "--rank", RANK), folder / "tiny.mesp"
+    call("export", "--model", tiny, "--data", folder / "pairs.jsonl", *size, "--out", out)
+    return out
 
 
 def independent(bundle: Path, objective: str, steps: int) -> list[float]:
@@ -338,15 +329,6 @@ def test_a_run_takes_up_its_references_again(bundle, tmp_path):
     call("train", "--resume", "--out", parts, "--steps", 6)
     assert RunLog.load(parts).losses == RunLog.load(whole).losses
     # The reference is the model with the initial adapters, so the loss of the first step is log 2.
-    call(
-        "train",
-        bundle,
-        *options,
-        "--adapters",
-        whole / "adapters",
-        "--steps",
-        1,
-        "--out",
-        tmp_path / "again",
-    )
+    again = ("--adapters", whole / "adapters", "--steps", 1, "--out", tmp_path / "again")
+    call("train", bundle, *options, *again)
     assert RunLog.load(tmp_path / "again").losses == pytest.approx([np.log(2)], rel=1e-5)

@@ -319,15 +319,8 @@ def test_adapters_that_are_not_finite_are_not_saved(bundle: Path, tmp_path: Path
 def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("lengths") / "demo.mesp"
     lengths = (SEQ_LEN // 4, SEQ_LEN // 2, SEQ_LEN)
-    call(
-        "export",
-        "--from",
-        bundle_of_examples,
-        "--seq-len",
-        ",".join(map(str, lengths)),
-        "--out",
-        path,
-    )
+    size = ("--seq-len", ",".join(map(str, lengths)), "--out", path)
+    call("export", "--from", bundle_of_examples, *size)
     return path
 
 

@@ -88,19 +88,8 @@ def test_a_client_with_all_data_does_what_mesp_train_does(
 
 @pytest.mark.slow
 def test_rounds_of_sgd_are_one_run(bundle: Path, data: Path, tmp_path: Path):
-    whole = federation(
-        bundle,
-        data,
-        tmp_path / "f",
-        "--clients",
-        1,
-        "--rounds",
-        3,
-        "--steps",
-        2,
-        *SGD,
-        "--no-freeze-a",
-    )
+    options = ("--clients", 1, "--rounds", 3, "--steps", 2, *SGD, "--no-freeze-a")
+    whole = federation(bundle, data, tmp_path / "f", *options)
     whole.rounds.save(0, None, {})
     arrays = whole.rounds.arrays(0)
     for number in (1, 2, 3):
