@@ -13,7 +13,6 @@ The rules come from github.com/ml-explore/mlx-swift-lm at 14414441fa44f45eee35a6
 
 import json
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
@@ -355,60 +354,3 @@ def test_the_folder_of_peft_loads_where_the_page_says(train: Callable[..., Train
                 assert all(map(mx.array_equal, pair, theirs.matrices[path])), path
     (said,) = re.findall(r"`fromPEFT` takes the folder `peft` of([^.]*)\.", PAGE.read_text("utf-8"))
     assert set(re.findall(r"`(\w+)`", said)) == loading, loading
-
-
-def change_config(folder: Path, change: Callable[[dict], object]) -> None:
-    config = json.loads((folder / CONFIG).read_text())
-    change(config)
-    (folder / CONFIG).write_text(json.dumps(config))
-
-
-def change_weights(folder: Path, change: Callable[[str, mx.array], tuple[str, mx.array]]) -> None:
-    weights = mx.load(str(folder / WEIGHTS))
-    mx.eval(weights)
-    changed = dict(change(name, array) for name, array in weights.items())
-    mx.save_safetensors(str(folder / WEIGHTS), changed)
-
-
-LORA = "lora_parameters"
-# Changes after which adapters must not load.
-FAULTS: dict[str, Callable[[Path], None]] = {
-    "fewer layers": lambda folder: change_config(folder, lambda c: c.update(num_layers=1)),
-    "no layers": lambda folder: change_config(folder, lambda c: c.pop("num_layers")),
-    "another type": lambda folder: change_config(folder, lambda c: c.update(fine_tune_type="full")),
-    "no type": lambda folder: change_config(folder, lambda c: c.pop("fine_tune_type")),
-    "no scale": lambda folder: change_config(folder, lambda c: c[LORA].pop("scale")),
-    "a scale in text": lambda folder: change_config(folder, lambda c: c[LORA].update(scale="3")),
-    "another rank": lambda folder: change_config(folder, lambda c: c[LORA].update(rank=RANK + 1)),
-    "a key less": lambda folder: change_config(folder, lambda c: c[LORA]["keys"].pop()),
-    "short keys": lambda folder: change_config(
-        folder, lambda c: c[LORA].update(keys=[key.rpartition(".")[2] for key in c[LORA]["keys"]])
-    ),
-    "whole keys": lambda folder: change_config(
-        folder, lambda c: c[LORA].update(keys=[f"model.layers.0.{k}" for k in c[LORA]["keys"]])
-    ),
-    "another prefix": lambda folder: change_weights(
-        folder, lambda name, array: (f"language_model.{name}", array)
-    ),
-    "no prefix": lambda folder: change_weights(
-        folder, lambda name, array: (name.removeprefix("model."), array)
-    ),
-    "names of PEFT": lambda folder: change_weights(
-        folder, lambda name, array: (name.replace("lora_a", "lora_A.weight"), array)
-    ),
-    "turned matrices": lambda folder: change_weights(folder, lambda name, array: (name, array.T)),
-    "a matrix of the head": lambda folder: change_weights(
-        folder, lambda name, array: (name.replace("layers.1.mlp.up_proj", "lm_head"), array)
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_rules_refuse_other_adapters(fault: str, train: Callable[..., Trained], tmp_path: Path):
-    trained = train("qwen3")
-    model, folder = trained.models["MLXLLM"], tmp_path / "adapters"
-    shutil.copytree(trained.adapters, folder)
-    load(folder, model, trained.arch)
-    FAULTS[fault](folder)
-    with pytest.raises(Refused):
-        load(folder, model, trained.arch)
