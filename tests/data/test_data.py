@@ -7,13 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from mlx_lm.tuner.datasets import CacheDataset, create_dataset
-from mlx_lm.tuner.trainer import default_loss, iterate_batches
-from mlx_lm.utils import load_model
+from mlx_lm.tuner.datasets import create_dataset
 
 from helpers.models import TEXT, TINY, byte_tokenizer
 from helpers.paths import DEMO_MODEL
@@ -475,42 +472,6 @@ def test_records_that_cannot_be_taken(chat_tokenizer, tmp_path, records, options
 def test_a_text_file_has_no_examples(tokenizer, text):
     with pytest.raises(MespError, match="leave out `pack=False`"):
         load(text, tokenizer, pack=False)
-
-
-def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
-    """The loss of a batch is mlx-lm's mean over the targets that count."""
-    seq_len, records = 40, [*filter(ends_with_an_answer, RECORDS["chat"])]
-    for name in ("train.jsonl", "valid.jsonl"):
-        write_records(tmp_path / name, records)
-    split = load(tmp_path, chat_tokenizer, seq_len, loss_on="last")["train"]
-    model, _ = load_model(DEMO_MODEL)
-    model.set_dtype(mx.float32)
-
-    total, count = 0.0, 0
-    for ids, prompt in examples(split):
-        logits = np.array(model(mx.array(ids)[None, :-1])[0], np.float64)
-        peak = logits.max(-1)
-        log_sum = peak + np.log(np.exp(logits - peak[:, None]).sum(-1))
-        for target in range(max(prompt, 1), len(ids)):
-            total += log_sum[target - 1] - logits[target - 1, ids[target]]
-            count += 1
-
-    # The records that have a target within their first `seq_len` + 1 tokens, as one batch of
-    # mlx-lm.
-    dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt=True)
-    usable = [
-        record
-        for record in records
-        if dataset.process(record)[1] < min(len(dataset.process(record)[0]), seq_len + 1)
-    ]
-    dataset = CacheDataset(mlx_lm_dataset(usable, chat_tokenizer, mask_prompt=True))
-    ((batch, ranges),) = iterate_batches(dataset, len(usable), seq_len + 1)
-    # mlx-lm's default_loss counts the targets from `offset` to `length`, both included. In a padded
-    # example, it would also count the first token of the padding. So `length` is less by 1 here.
-    loss, counted = default_loss(model, batch, ranges - mx.array([0, 1]))
-    assert counted.item() == count
-    # default_loss computes in float32.
-    assert loss.item() == pytest.approx(total / count, rel=1e-4)
 
 
 def test_step_example_takes_each_that_has_a_target_once_an_epoch():

@@ -157,13 +157,6 @@ def test_answers_that_cannot_be_told_are_refused(tokenizer, template, messages, 
         encode_answers(tokenizer, messages, None)
 
 
-def test_the_demo_model_takes_conversations():
-    tokenizer = load_tokenizer(DEMO_MODEL)
-    ids, mask = encode_answers(tokenizer, CONVERSATIONS["several"], None)
-    text = tokenizer.decode([each for each, counts in zip(ids, mask, strict=True) if counts])
-    assert text == " b b<|endoftext|>\n  d\n<|endoftext|>\n f<|endoftext|>\n"
-
-
 PLAIN = CHATML.replace("⟦", "").replace("⟧", "")
 WEATHER = [{"type": "function", "function": {"name": "weather", "arguments": {"day": 3}}}]
 

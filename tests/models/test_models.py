@@ -371,7 +371,6 @@ def test_rope_as_transformers_5_writes_it():
         ("lfm2", {"conv_bias": True}, "conv_bias"),
         ("lfm3", {"use_attention_gate": False}, "use_attention_gate"),
         ("lfm3", {"use_sandwich_norm": False}, "use_sandwich_norm"),
-        ("qwen2", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.*dynamic"),
         ("qwen2", {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e6}}, "ntk"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen2", {"hidden_act": "gelu"}, 'hidden_act to "gelu"'),
