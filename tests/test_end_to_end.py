@@ -13,7 +13,7 @@ from mlx import nn
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import load_adapters
 
-from helpers.commands import HANG, call, invoke, run
+from helpers.commands import call, invoke, run, succeeded
 from helpers.paths import DEMO_BUNDLE, DEMO_MODEL
 from mesp.bundle.reader import Bundle
 from mesp.commands.train import main
@@ -49,14 +49,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(bundle: Path) -> Path:
     output = bundle.parent / "run"
-    done = train(bundle, output)
-    assert done.returncode == 0, done.stderr
+    succeeded(train(bundle, output))
     return output
-
-
-def test_training_lowers_the_held_out_loss(trained: Path):
-    before, after = (record["loss"] for record in records(trained, "eval"))
-    assert after < before - 0.1
 
 
 def test_the_defaults_learn(bundle: Path, tmp_path: Path):
@@ -111,27 +105,12 @@ def test_the_adapters_give_the_same_loss_in_mlx_lm(bundle: Path, trained: Path):
     assert held_out_loss(model, bundle) == pytest.approx(after, abs=1e-3)
 
 
-def test_mlx_lm_fuses_the_adapters(bundle: Path, trained: Path, tmp_path: Path):
-    quantized, fused = tmp_path / "quantized", tmp_path / "fused"
-    mlx_lm.convert(
-        str(DEMO_MODEL), str(quantized), quantize=True, q_group_size=64, q_bits=4, dtype="float32"
-    )
-    line = [sys.executable, "-m", "mlx_lm", "fuse", "--model", quantized, "--dequantize"]
-    line += ["--adapter-path", trained / "adapters", "--save-path", fused]
-    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
-    model, _ = mlx_lm.load(str(fused))
-    after = records(trained, "eval")[-1]["loss"]
-    assert held_out_loss(model, bundle) == pytest.approx(after, abs=1e-3)
-
-
 def test_a_bundle_written_again_trains_alike(bundle: Path, trained: Path, tmp_path: Path):
     other = tmp_path / "other.mesp"
     for options in (("--seq-len", 32, "--rank", 4), ("--seq-len", f"{SEQ_LEN},32", "--rank", 8)):
         source = other if other.exists() else bundle
-        done = call("export", "--from", source, "--out", other, "--overwrite", *options)
-    done = train(other, tmp_path / "run", "--seq-len", SEQ_LEN)
-    assert done.returncode == 0, done.stderr
+        call("export", "--from", source, "--out", other, "--overwrite", *options)
+    succeeded(train(other, tmp_path / "run", "--seq-len", SEQ_LEN))
     losses = [[r["loss"] for r in records(o, "step")] for o in (trained, tmp_path / "run")]
     assert len(losses[0]) == 20 and losses[0] == losses[1]
 
@@ -147,8 +126,7 @@ def test_losses_of_masked_examples_are_mlx_lms(bundle: Path, tmp_path: Path):
         path.parent.mkdir(exist_ok=True)
         path.write_text("\n".join(map(json.dumps, lines)))
     call("data", copy, "--data", tmp_path / "data", "--mask-prompt")
-    done = train(copy, tmp_path / "run", "--batch-size", 2, "--steps", 1)
-    assert done.returncode == 0, done.stderr
+    succeeded(train(copy, tmp_path / "run", "--batch-size", 2, "--steps", 1))
 
     model, opened = quantized_demo_model(), Bundle(copy)
 
@@ -179,8 +157,7 @@ def test_losses_of_masked_examples_are_mlx_lms(bundle: Path, tmp_path: Path):
     "options", [("--offload", "all"), ("--memory-limit", 30), ("--method", "mebp")]
 )
 def test_no_plan_changes_a_loss(bundle: Path, trained: Path, tmp_path: Path, options: tuple):
-    done = train(bundle, tmp_path / "run", *options)
-    assert done.returncode == 0, done.stderr
+    succeeded(train(bundle, tmp_path / "run", *options))
     pairs = zip(records(trained, "step"), records(tmp_path / "run", "step"), strict=True)
     for expected, step in pairs:
         assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5)
@@ -190,8 +167,7 @@ def test_no_plan_changes_a_loss(bundle: Path, trained: Path, tmp_path: Path, opt
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(bundle: Path, tmp_path: Path):
-    done = train(bundle, tmp_path / "run", "--dry-run")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(train(bundle, tmp_path / "run", "--dry-run"))
     assert "Predicted peak footprint" in done.stdout
     assert not (tmp_path / "run").exists()
     figures = re.findall(r"([\d.]+) MB with", done.stdout.splitlines()[-1])
@@ -214,8 +190,7 @@ def test_a_gpu_has_a_plan_without_one(tmp_path: Path):
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_dry_run_counts_a_step_on_a_gpu(tmp_path: Path):
     options = ("--seq-len", 128, "--device", "gpu", "--dry-run")
-    done = train(DEMO_BUNDLE, tmp_path / "run", *options)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(train(DEMO_BUNDLE, tmp_path / "run", *options))
     counted = "[0-9,]+ evals and [0-9,]+ kernels .*; MLX's arrays peak at ([0-9.]+) MB"
     assert float(re.search(counted, done.stdout.splitlines()[-1])[1]) > 0
 

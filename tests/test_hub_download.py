@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from helpers.commands import succeeded
 from helpers.exports import COMMAND, NEAREST, exported
 from helpers.models import TEXT
 from mesp.bundle.manifest import ModelName
@@ -92,8 +93,7 @@ def hub(tiny):
 
 @pytest.mark.usefixtures("stores_bfloat16")
 def test_model_from_the_hub(hub, tiny):
-    result = export_from_hub(hub, "--model", "org/model", "--seq-len", 8, *NEAREST)
-    assert result.returncode == 0, result.stderr
+    result = succeeded(export_from_hub(hub, "--model", "org/model", "--seq-len", 8, *NEAREST))
     assert result.stderr == ""
     bundle = Bundle("model.mesp")
     assert bundle.manifest.model == ModelName("org/model", Hub.revision, "apache-2.0")
@@ -120,8 +120,7 @@ def test_model_whose_terms_are_not_accepted(hub):
 @pytest.mark.slow
 def test_data_from_the_hub(hub, tiny):
     arguments = ("--model", tiny, "--seq-len", 8, "--out", "out.mesp")
-    result = export_from_hub(hub, *arguments, "--data", "org/texts")
-    assert result.returncode == 0, result.stderr
+    result = succeeded(export_from_hub(hub, *arguments, "--data", "org/texts"))
     assert list(Bundle("out.mesp").manifest.data) == ["train", "valid", "test"]
     assert not list(Path("hub").rglob(".gitattributes"))
     for name, said in (
@@ -142,8 +141,7 @@ def test_data_that_was_downloaded_needs_no_network(hub, tiny, monkeypatch):
     arguments = ("--model", tiny, "--seq-len", 8, "--data", "org/texts", *NEAREST)
     assert export_from_hub(hub, *arguments, "--out", "one.mesp").returncode == 0
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    result = export_from_hub(hub, *arguments, "--out", "two.mesp")
-    assert result.returncode == 0, result.stderr
+    succeeded(export_from_hub(hub, *arguments, "--out", "two.mesp"))
     assert Bundle("one.mesp").manifest.data == Bundle("two.mesp").manifest.data
 
 

@@ -277,14 +277,6 @@ def test_a_pair_that_stays_has_a_finite_period():
     assert mx.array_equal(plain[..., mx.array(stays)], x[..., mx.array(stays)])
 
 
-def test_without_lora_it_is_the_base_model(tmp_path):
-    case = Case("groups", rank=2, lora=False)
-    function = case.export(tmp_path, 9)
-    x = mx.random.normal((1, 9, case.arch.hidden_size))
-    given = case.more(x.shape[1])
-    assert_same(case, function(x, case.lora, mx.array(SCALE), case.weights, *given), x)
-
-
 @pytest.mark.parametrize("seq_len", [1, 32])
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
 def test_it_differentiates(tmp_path, name, layer, seq_len):
@@ -542,15 +534,6 @@ def test_a_file_of_another_layout_is_refused(tmp_path, version):
     file = struct.pack("<Q", len(version)) + version.encode() + file.removeprefix(written)
     with pytest.raises(ValueError, match=r"it is not in the layout of MLX 0\.32\.2"):
         mlxfn.primitives(file)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_every_code_is_unpacked(bits):
-    codes = mx.random.randint(0, 2**bits, (3, 320)).astype(mx.uint32)
-    planes = (codes[..., None] >> mx.arange(bits, dtype=mx.uint32)) & 1  # lowest bits first
-    words = planes.reshape(3, -1, 32) << mx.arange(32, dtype=mx.uint32)
-    unpacked = dequantize.unpack(words.sum(axis=-1), bits)
-    assert mx.array_equal(unpacked.reshape(3, 320), codes)
 
 
 def test_every_small_float_is_exact():

@@ -240,10 +240,7 @@ def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
     find_engine()
     bundle, record = tmp_path / "b", tmp_path / "text.jsonl"
     record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
-    call(
-        *("export", "--model", tiny, "--seq-len", 8, "--data", record),
-        *("--out", bundle),
-    )
+    call(*("export", "--model", tiny, "--seq-len", 8, "--data", record), *("--out", bundle))
     name = "block.plain.8.mlxfn"
     file = exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20))
     replace_file(bundle, name, file)

@@ -6,7 +6,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 
 from helpers.commands import run
@@ -94,11 +93,6 @@ def test_a_bundle_written_again_in_place_keeps_its_weights_and_data(old):
     bundle = Bundle(old)
     bundle.verify()
     assert (bundle.manifest.seq_lens, bundle.manifest.ranks) == ((24,), (2, 4))
-    for rank in (2, 4):
-        lora = mx.zeros(bundle.architecture.blocks[0].lora_size(rank))
-        x = mx.ones((1, 24, 128))
-        y = bundle.function(24, plain=True)(x, lora, mx.array(1.0), bundle.block_words(0))[0]
-        assert mx.isfinite(y).all()
     functions = {"block.24.mlxfn", "block.plain.24.mlxfn"}
     assert content(old).keys() - before.keys() == functions
     removed = {f"block.{kind}{length}.mlxfn" for kind in ("", "plain.") for length in (8, 16)}

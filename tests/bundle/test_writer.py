@@ -1,4 +1,3 @@
-import errno
 import json
 import resource
 import shutil
@@ -72,14 +71,6 @@ def test_disk_that_becomes_full(tiny, limit):
         assert "disk" in refused("--model", tiny, "--seq-len", 8)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_full_disk_in_the_middle(tiny, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("mesp.bundle.writer.copy_files", full)
-    assert "the disk is full" in refused("--model", tiny)
 
 
 def test_output_that_cannot_be_written(tiny):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,15 +114,3 @@ def test_a_sentence_follows_its_entry(tmp_path: Path):
 )
 def test_a_cell_keeps_its_form(cell: str, values: list[float], after: str):
     assert rewritten(cell, values) == after
-
-
-@pytest.mark.parametrize("page", ["performance.md", "quality.md"])
-def test_measured_tables_name_their_day(page: str):
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    undated = {t.heading for t in DOCUMENTED if t.is_counted}
-    sections = {part.splitlines()[0]: part for part in text.split("\n## ")[1:]}
-    assert [
-        heading
-        for heading, part in sections.items()
-        if "\n|" in part and heading not in undated and not re.search(r"\d+ November", part)
-    ] == []

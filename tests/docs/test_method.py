@@ -4,7 +4,6 @@ import re
 import pytest
 
 from helpers.paths import ROOT
-from mesp import reference
 
 DOCUMENT = ROOT / "docs" / "method.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")
@@ -26,13 +25,6 @@ def test_examples():
     report: list[str] = []
     result = doctest.DocTestRunner(verbose=False).run(test, out=report.append)
     assert result.attempted and not result.failed, "".join(report)
-
-
-def test_every_derivative_has_its_section():
-    derivatives = {name for name in vars(reference) if name.endswith(("_backward", "_derivative"))}
-    assert derivatives and derivatives <= {
-        name for name, file in NAMED if "mesp/reference/" in FILES[file]
-    }
 
 
 @pytest.mark.parametrize("path", FILES.values())

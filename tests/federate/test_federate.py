@@ -88,19 +88,8 @@ def test_a_client_with_all_data_does_what_mesp_train_does(
 
 @pytest.mark.slow
 def test_rounds_of_sgd_are_one_run(bundle: Path, data: Path, tmp_path: Path):
-    whole = federation(
-        bundle,
-        data,
-        tmp_path / "f",
-        "--clients",
-        1,
-        "--rounds",
-        3,
-        "--steps",
-        2,
-        *SGD,
-        "--no-freeze-a",
-    )
+    options = ("--clients", 1, "--rounds", 3, "--steps", 2, *SGD, "--no-freeze-a")
+    whole = federation(bundle, data, tmp_path / "f", *options)
     whole.rounds.save(0, None, {})
     arrays = whole.rounds.arrays(0)
     for number in (1, 2, 3):
@@ -916,10 +905,7 @@ def test_an_object_of_any_length_is_answered_as_a_failure(bundle: Path, tmp_path
 def test_a_node_waits_for_a_server_that_says_nothing(
     bundle: Path, tmp_path: Path, answer: Callable
 ):
-    with (
-        SuperLink(pull_messages=answer) as link,
-        Node(link.url, bundle, tmp_path / "n") as node,
-    ):
+    with SuperLink(pull_messages=answer) as link, Node(link.url, bundle, tmp_path / "n") as node:
         wait_for(lambda: link.names().count("pull-messages") > 2)
         assert node.peak_bytes() < 150_000_000
         code, _, error = node.stop()

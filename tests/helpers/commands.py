@@ -23,8 +23,11 @@ def run(module: str, *arguments: object, **options: object) -> subprocess.Comple
 
 
 def call(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
-    done = run(module, *arguments, **options)
-    assert done.returncode == 0, done.stderr
+    return succeeded(run(module, *arguments, **options))
+
+
+def succeeded(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    assert done.returncode == 0, done.stderr + done.stdout
     return done
 
 

@@ -31,13 +31,12 @@ def test_a_wheel_has_every_target_of_the_package():
 
 def test_a_wheel_has_every_kind_of_file_that_is_built():
     (listed,) = re.findall(r"SUFFIXES = \((.*)\)", (ROOT / "setup.py").read_text(encoding="utf-8"))
-    command = [
-        "git",
-        "ls-files",
-        "ios/HostMLX",
-        "ios/HostMLXLedger",
-        *("ios/MeSPTrainer/" + n for n in ("Bundle", "Core", "Engine")),
-    ]
+    folders = (
+        "HostMLX",
+        "HostMLXLedger",
+        *(f"MeSPTrainer/{n}" for n in ("Bundle", "Core", "Engine")),
+    )
+    command = ["git", "ls-files", *(f"ios/{folder}" for folder in folders)]
     files = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
     files += re.findall(r'\.process\("(.+?)"\)', (ROOT / "Package.swift").read_text("utf-8"))
     kinds = {Path(file).suffix for file in files}

@@ -26,15 +26,6 @@ from mesp.source_model.find import find_source
 pytestmark = pytest.mark.usefixtures("working_folder")
 
 
-def test_other_quantization(tiny):
-    how = ("--bits", 8, "--group-size", 32, "--quantize", "nearest")
-    bundle = exported("--model", tiny, *how, "--seq-len", 8)
-    name = "model.layers.1.self_attn.o_proj.weight"
-    expected = mx.quantize(random_tensors(TINY)[name], 32, 8)
-    for part, array in zip(("weight", "scales", "biases"), expected, strict=True):
-        assert mx.array_equal(bundle.block(1)[f"self_attn.o_proj.{part}"], array)
-
-
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
 def test_modes_of_mlx(tiny, mode):
     bundle = exported("--model", tiny, "--mode", mode, "--seq-len", 8)

@@ -3,17 +3,13 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from helpers.derivatives import assert_close, normal
-from mesp.models.families import SEPARATE_MLP
-from mesp.models.mlps import MLP, Experts
+from helpers.derivatives import normal
+from mesp.models.mlps import Experts
 from mesp.reference.experts import (
     choose,
     mix_by_experts,
     mix_by_experts_backward,
     weigh,
-    weigh_backward,
-    weigh_mlp,
-    weigh_mlp_backward,
 )
 from mesp.reference.model import dequantize
 
@@ -50,12 +46,6 @@ def lora_of(experts: Experts, rank: int) -> dict[str, tuple[mx.array, mx.array]]
     }
 
 
-def test_the_gradient_of_the_weights(experts):
-    z, dw = normal(5, TOP), normal(5, TOP)
-    expected = mx.grad(lambda z: (weigh(z, experts)[0] * dw).sum())(z)
-    assert_close("dz", weigh_backward(z, dw, experts), expected)
-
-
 def test_of_equal_scores_the_first_experts_are_chosen(experts):
     bias = None if experts.bias is None else mx.zeros(COUNT)
     z = mx.array([[1.0, 2.0, 2.0, 2.0, 0.0, 2.0], [0.0] * COUNT])
@@ -68,39 +58,6 @@ def test_the_bias_chooses_and_weighs_nothing():
     assert choose(z, bias, experts).tolist() == [[5, 4]]
     w, _, _ = weigh(z[:, :TOP], experts)
     assert w.tolist()[0] == pytest.approx([0.75, 0.75], rel=1e-5)
-
-
-@pytest.mark.parametrize("rank", [0, 4], ids=["frozen", "trained"])
-@pytest.mark.parametrize("T", [1, 3, 40])
-def test_the_gradient_of_a_mixture(experts, T, rank):
-    weights, x, dy = weights_of(experts), normal(1, T, HIDDEN), normal(1, T, HIDDEN)
-    lora = lora_of(experts, rank)
-
-    def loss(x, lora):
-        return (mix_by_experts(x, weights, lora, SCALE, experts, "silu") * dy).sum()
-
-    dx, d_lora = mix_by_experts_backward(x, dy, weights, lora, SCALE, experts, "silu")
-    expected = mx.grad(loss, argnums=(0, 1) if rank else 0)(x, lora)
-    assert_close("dx", dx, expected[0] if rank else expected)
-    for name, pair in d_lora.items():
-        for matrix, found, right in zip("AB", pair, expected[1][name], strict=True):
-            assert_close(f"{name} {matrix}", found, right)
-
-
-@pytest.mark.parametrize("T", [1, 9])
-def test_the_gradient_of_an_mlp_that_the_token_weighs(T):
-    mlp = MLP(SEPARATE_MLP, WIDTH, replace(KINDS["softmax"], mlp_gate="g"))
-    arrays = mx.quantize(normal(1, HIDDEN), 32, 8)
-    weights = dict(zip(("g.weight", "g.scales", "g.biases"), arrays, strict=True))
-    x, out, dy = (normal(1, T, HIDDEN) for _ in range(3))
-
-    def loss(x, out):
-        return (weigh_mlp(x, out, weights, mlp) * dy).sum()
-
-    dx, d_out = mx.grad(loss, argnums=(0, 1))(x, out)
-    actual = weigh_mlp_backward(x, out, dy, weights, mlp)
-    assert_close("d_out", actual[0], d_out)
-    assert_close("dx", actual[1], dx)
 
 
 def test_an_expert_without_tokens_takes_no_part(experts):

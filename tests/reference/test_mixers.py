@@ -4,7 +4,6 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
 from mlx_lm.models.granitemoehybrid import GraniteMoeHybridMamba2Mixer
-from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated
 
 from helpers.derivatives import check, normal
 from mesp import reference
@@ -118,23 +117,6 @@ def test_mamba2(T, groups):
     )
 
 
-@pytest.mark.parametrize("T", [1, 2, 9])
-@pytest.mark.parametrize("K", [1, 3, 4])
-def test_convolution(T, K):
-    w = normal(6, K)
-
-    def oracle(x):
-        padded = mx.pad(x, ((0, 0), (K - 1, 0), (0, 0)))
-        return mx.conv1d(padded, w[..., None], groups=6)
-
-    check(
-        lambda x: reference.convolution(x, w),
-        lambda y, dy: [reference.convolution_backward(dy, w)],
-        oracle,
-        {"x": normal(1, T, 6)},
-    )
-
-
 def test_log_decay():
     vectors = mx.log(16 * mx.random.uniform(shape=(4,))), normal(4)
     check(
@@ -144,19 +126,6 @@ def test_log_decay():
         inputs := {"a": normal(1, 9, 4)},
     )
     assert reference.log_decay(mx.array(100.0), mx.log(mx.array(16.0)), 0.0).item() == -1600
-
-
-@pytest.mark.parametrize("T", [1, 9])
-def test_gated_norm(T):
-    module = Qwen3NextRMSNormGated(8, eps=1e-5)
-    module.weight = 1 + 0.2 * normal(8)
-    inputs = {"x": normal(2, T, 8), "z": normal(2, T, 8)}
-    check(
-        lambda x, z: reference.gated_norm(x, z, module.weight, 1e-5),
-        lambda y, dy: reference.gated_norm_backward(*inputs.values(), dy, module.weight, 1e-5),
-        module,
-        inputs,
-    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 64])

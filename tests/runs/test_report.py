@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.commands import invoke
+from helpers.commands import invoke, succeeded
 from helpers.pages import Page
 from helpers.runs import write_run
 from mesp.commands.report import main
@@ -21,8 +21,7 @@ def report(*arguments: object) -> subprocess.CompletedProcess:
 
 
 def made(out: Path, *runs: Path) -> Page:
-    done = report(*runs, "--out", out)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(report(*runs, "--out", out))
     assert done.stdout == f"{out}\n"
     return Page(out)
 

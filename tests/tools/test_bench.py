@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench import main
-from helpers.commands import invoke, run
+from helpers.commands import invoke, refused, run, succeeded
 from helpers.models import TEXT, TINY, write_model
 from helpers.paths import FAKE_ENGINE
 from mesp.engine.build import CHECKOUT, built_program
@@ -31,6 +31,12 @@ def bench(*arguments: object) -> subprocess.CompletedProcess:
     return invoke(main, "bench.py", *arguments, env=ENVIRONMENT)
 
 
+def measured(folder: Path, *arguments: object) -> list[dict]:
+    file = folder / "rows.json"
+    succeeded(bench(*arguments, "--json", file))
+    return json.loads(file.read_text())["rows"]
+
+
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
@@ -45,8 +51,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
     methods = "mesp,mebp,mezo,mesp-paper,mesp-store-h,mlx-lm-checkpoint-fast"
     size = ("--model", model, "--seq-len", 16, "--steps", 2, "--work", tmp_path / "work")
-    done = bench(*size, "--methods", methods, "--offload", "each", "--json", tmp_path / "rows.json")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(
+        bench(*size, "--methods", methods, "--offload", "each", "--json", tmp_path / "rows.json")
+    )
     assert done.stderr == ""
 
     rows = {row["variant"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
@@ -85,9 +92,7 @@ def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
 def test_the_products_alone_are_measured_by_threads(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--steps", 2, "--work", tmp_path / "work")
     methods = ("--methods", "mesp,products,products-recomputed", "--threads", "1,2")
-    done = bench(*size, *methods, "--json", tmp_path / "rows.json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    rows = measured(tmp_path, *size, *methods)
     names = [row["variant"].removesuffix("s") for row in rows]
     assert names[::2] == [f"{m} 1 thread" for m in ("mesp", "products", "products-recomputed")]
     assert [row["threads"] for row in rows] == [1, 2] * 3
@@ -108,9 +113,7 @@ def test_the_products_alone_are_measured_by_threads(model: Path, tmp_path: Path)
 @needs_engine
 def test_generation_is_measured_alone_and_together(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 8, "--steps", 4, "--work", tmp_path / "work")
-    done = bench("--table", "generation", *size, "--json", tmp_path / "rows.json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    rows = measured(tmp_path, "--table", "generation", *size)
     assert [(row["variant"], row["texts"]) for row in rows] == [
         ("mesp", 1), ("mesp", 8), ("mlx-lm", 1)
     ]  # fmt: skip
@@ -123,9 +126,7 @@ def test_generation_is_measured_alone_and_together(model: Path, tmp_path: Path):
 @needs_engine
 def test_generation_is_measured_with_adapters(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 8, "--steps", 4, "--work", tmp_path / "work")
-    done = bench("--table", "adapters", *size, "--json", tmp_path / "rows.json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    rows = measured(tmp_path, "--table", "adapters", *size)
     assert [row["adapters"] for row in rows] == [0, 1, 2, 4]
     sizes = [row["adapter_bytes"] for row in rows]
     assert sizes == [count * sizes[1] for count in (0, 1, 2, 4)] and sizes[1] > 0
@@ -138,9 +139,7 @@ def test_weights_of_few_bits_are_measured(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(bits, "GROUPS", tmp_path)
     model = write_model(tmp_path / "tiny", TINY | {"intermediate_size": 1024})
     size = ("--model", model, "--seq-len", 16, "--steps", 1, "--work", tmp_path / "work")
-    done = bench("--table", "bits", *size, "--json", tmp_path / "rows.json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    rows = measured(tmp_path, "--table", "bits", *size)
     names = [f"tiny-{each}" for each in ("4bit-64", "3bit-64", "2bit-64", "2bit-128")]
     assert [row["model"] for row in rows[::2]] == [row["model"] for row in rows[1::2]] == names
     mapped = [row["mapped_bytes"] for row in rows[::2]]
@@ -153,10 +152,8 @@ def test_weights_of_few_bits_are_measured(tmp_path: Path, monkeypatch: pytest.Mo
 @needs_engine
 def test_the_whole_model_is_extrapolated(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--layers", "1,2", "--work", tmp_path / "work")
-    files = ("--json", tmp_path / "rows.json", "--plot", tmp_path / "rows.png")
-    done = bench(*size, *files, "--methods", "mesp", "--steps", 1)
-    assert done.returncode == 0, done.stderr
-    one, two, whole = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    options = ("--methods", "mesp", "--steps", 1, "--plot", tmp_path / "rows.png")
+    one, two, whole = measured(tmp_path, *size, *options)
     assert [row["blocks"] for row in (one, two, whole)] == [1, 2, 3]
     assert whole["extrapolated_from"] == [1, 2]
     peaks = [row["footprint_peak_bytes"] for row in (one, two, whole)]
@@ -185,9 +182,7 @@ def test_a_run_that_fails_leaves_the_others(model: Path, tmp_path: Path):
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_what_block_functions_bring(tmp_path: Path):
     size = ("--model", "demo", "--seq-len", 256, "--work", tmp_path)
-    done = bench("--table", "functions", *size, "--json", tmp_path / "rows.json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    rows = measured(tmp_path, "--table", "functions", *size)
     assert [row["forward_pass"] for row in rows] == ["functions", "formulas", "dropout", "dora"]
     functions, formulas, *others = rows
     for name in ("modelled_seconds", "evals", "moved_bytes"):
@@ -199,8 +194,7 @@ def test_what_block_functions_bring(tmp_path: Path):
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
     size = ("--model", "demo", "--work", tmp_path, "--json", tmp_path / "rows.json")
-    done = bench("--table", "gpu", *size)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(bench("--table", "gpu", *size))
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["seq_len"] for row in rows] == [256, 1024]
     for row in rows:
@@ -232,9 +226,7 @@ def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
 @needs_engine
 def test_records_at_their_own_length_are_compared_with_padded_ones(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", "16,64", "--steps", 6, "--work", tmp_path / "work")
-    done = bench("--table", "records", *size, "--json", tmp_path / "rows.json")
-    assert done.returncode == 0, done.stderr
-    padded, short = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    padded, short = measured(tmp_path, "--table", "records", *size)
     assert (padded["lengths"], short["lengths"]) == ("64", "16, 64")
     assert padded["to_padded"] == 1
     ratio = short["records_per_second"] / padded["records_per_second"]
@@ -247,9 +239,7 @@ def test_records_at_their_own_length_are_compared_with_padded_ones(model: Path, 
 @needs_engine
 def test_packed_records_are_compared_with_one_a_step(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", "64,128,512", "--steps", 12, "--work", tmp_path / "work")
-    done = bench("--table", "packing", *size, "--json", tmp_path / "rows.json")
-    assert done.returncode == 0, done.stderr
-    alone, packed = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    alone, packed = measured(tmp_path, "--table", "packing", *size)
     assert (alone["lengths"], packed["lengths"]) == ("64, 128", "packed into 512")
     assert (alone["steps"], packed["steps"]) == (12, 1)
     assert alone["to_alone"] == 1
@@ -261,9 +251,7 @@ def test_packed_records_are_compared_with_one_a_step(model: Path, tmp_path: Path
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_packed_records_are_counted_against_one_a_step(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", "64,128,512", "--work", tmp_path / "work")
-    done = bench("--table", "packing-gpu", *size, "--json", tmp_path / "rows.json")
-    assert done.returncode == 0, done.stderr
-    alone, packed = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    alone, packed = measured(tmp_path, "--table", "packing-gpu", *size)
     assert (alone["lengths"], packed["lengths"]) == ("64, 128", "packed into 512")
     assert alone["records_per_second"] == pytest.approx(1 / alone["modelled_seconds"])
     assert packed["to_alone"] > 1 == alone["to_alone"]
@@ -272,9 +260,7 @@ def test_packed_records_are_counted_against_one_a_step(model: Path, tmp_path: Pa
 @pytest.mark.slow
 def test_storing_h(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 8, "--rank", "4,8", "--steps", 3)
-    done = bench("--table", "h", *size, "--work", tmp_path, "--json", tmp_path / "h.json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "h.json").read_text())["rows"]
+    rows = measured(tmp_path, "--table", "h", *size, "--work", tmp_path)
     assert [row["h_bytes_of_block"] for row in rows] == [7 * 8 * 4 * 4, 7 * 8 * 8 * 4]
     assert rows[0]["h_bytes"] == 3 * rows[0]["h_bytes_of_block"]
     assert all(row["h_seconds_of_block"] > 0 < row["gradient_seconds_of_block"] for row in rows)
@@ -283,9 +269,7 @@ def test_storing_h(model: Path, tmp_path: Path):
 @pytest.mark.slow
 def test_quality_of_mezo(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--steps", 2, "--work", tmp_path / "work")
-    done = bench("--table", "mezo-quality", *size, "--json", tmp_path / "mezo.json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "mezo.json").read_text())["rows"]
+    rows = measured(tmp_path, "--table", "mezo-quality", *size)
     assert [row["layer"] for row in rows] == [0, 1, 2]
     for row in rows:
         assert abs(row["cosine"]) < 0.2 and 0.4 < row["sign_agreement"] < 0.6
@@ -301,10 +285,8 @@ def few_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_engine
 @pytest.mark.usefixtures("few_held_out")
 def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
-    size = ("--seq-len", 32, "--steps", 2, "--work", tmp_path, "--json", tmp_path / "rows.json")
-    done = bench("--table", "defaults", "--rank", "2,8", *size)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    size = ("--seq-len", 32, "--steps", 2, "--work", tmp_path)
+    rows = measured(tmp_path, "--table", "defaults", "--rank", "2,8", *size)
     default, *others = rows
     assert (default["update"], default["optimizer"]) == ("default", "adamw8bit")
     assert default["learning_rate"] == pytest.approx(0.007 / 192**0.5)
@@ -314,20 +296,15 @@ def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
     drops = [row["before"] - row["after"] for row in rows]
     assert [row["of_best"] for row in rows] == pytest.approx([d / max(drops) for d in drops])
     # A bundle contains its data, so --data is refused.
-    done = bench(
-        "--table", "defaults", "--model", tmp_path / "demo-data.mesp", *size, "--data", "x.txt"
-    )
-    assert done.returncode == 2 and "--data" in done.stderr
+    options = ("--model", tmp_path / "demo-data.mesp", "--data", "x.txt")
+    assert "--data" in refused(bench("--table", "defaults", *size, *options))
 
 
 @pytest.mark.slow
 @needs_engine
 def test_objectives_beside_supervised_steps(tmp_path: Path):
     size = ("--model", "demo", "--seq-len", 32, "--steps", 2)
-    files = ("--work", tmp_path, "--json", tmp_path / "rows.json")
-    done = bench("--table", "preferences", *size, *files)
-    assert done.returncode == 0, done.stderr
-    supervised, *others = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    supervised, *others = measured(tmp_path, "--table", "preferences", *size, "--work", tmp_path)
     assert supervised["objective"] == "supervised" and supervised["time_of_supervised"] is None
     variants = ["dpo", "dpo, inputs on disk", "ipo", "simpo", "orpo", "kto"]
     assert [row["variant"] for row in others] == variants
@@ -340,9 +317,7 @@ def test_objectives_beside_supervised_steps(tmp_path: Path):
 @needs_engine
 def test_parts_of_the_adapters_take_less(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--work", tmp_path)
-    done = bench("--table", "parts", *size, "--json", tmp_path / "rows.json")
-    assert done.returncode == 0, done.stderr
-    rows = {row["trained"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    rows = {row["trained"]: row for row in measured(tmp_path, "--table", "parts", *size)}
     predicted = {name: row["predicted_peak_bytes"] for name, row in rows.items()}
     assert predicted["B of q,v"] < predicted["q,v"] < predicted["all"] > predicted["B alone"]
     assert len({row["losses"][0] for row in rows.values()}) == 1, "the initial B is zero"
@@ -354,8 +329,7 @@ def test_parts_of_the_adapters_take_less(model: Path, tmp_path: Path):
 @pytest.mark.usefixtures("few_held_out")
 def test_convergence(tmp_path: Path):
     size = ("--seq-len", 32, "--steps", 1, "--work", tmp_path, "--json", tmp_path / "losses.json")
-    done = bench("--table", "convergence", *size, "--plot", tmp_path / "losses.svg")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(bench("--table", "convergence", *size, "--plot", tmp_path / "losses.svg"))
     assert "MeSP and MeBP: largest relative difference" in done.stdout
     mesp, mebp, mezo = json.loads((tmp_path / "losses.json").read_text())["rows"]
     assert [row["method"] for row in (mesp, mebp, mezo)] == ["mesp", "mebp", "mezo"]
@@ -374,17 +348,14 @@ def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
     assert run("export", "--model", model, "--data", text, *size, "--out", bundle).returncode == 0
     found = []
     for options in (("--model", model, "--data", text), ("--model", bundle)):
-        work = ("--steps", 2, "--work", tmp_path, "--json", tmp_path / "losses.json")
-        done = bench("--table", "convergence", *options, *size, *work)
-        assert done.returncode == 0, done.stderr
-        rows = json.loads((tmp_path / "losses.json").read_text())["rows"]
-        found.append([row["losses"] for row in rows])
+        work = ("--table", "convergence", "--steps", 2, "--work", tmp_path)
+        found.append([row["losses"] for row in measured(tmp_path, *work, *options, *size)])
     # The two exports may sum the moments of the matrices' inputs in different orders, so some codes
     # of the weights differ. With AVX2, the losses differ by 4e-4.
     for first, second in zip(*found, strict=True):
         assert np.ravel(first) == pytest.approx(np.ravel(second), rel=1e-3)
-    refused = bench("--table", "convergence", "--model", bundle, "--data", text)
-    assert "--data are of its export" in refused.stderr
+    done = bench("--table", "convergence", "--model", bundle, "--data", text)
+    assert "--data are of its export" in done.stderr
 
 
 @pytest.mark.slow
@@ -396,8 +367,7 @@ def test_the_papers_exhibits_are_one_page(
     short = [each._replace(options=each.options | {"steps": 1}) for each in paper_page.EXHIBITS]
     monkeypatch.setattr(paper_page, "EXHIBITS", tuple(short))
     size = ("--model", model, "--seq-len", "16,256", "--rank", "2,4", "--steps", 1)
-    done = bench("--table", "paper", *size, "--work", tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(bench("--table", "paper", *size, "--work", tmp_path))
     assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'paper' / 'paper.md'}."
     page = (tmp_path / "paper" / "paper.md").read_text()
     pictures = re.findall(r"^!\[.+\]\((.+)\)$", page, re.M)

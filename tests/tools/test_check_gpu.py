@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.commands import succeeded
 from helpers.pages import Page
 from helpers.paths import DEMO_BUNDLE, ROOT
 from helpers.phones import APP, Phones
@@ -99,8 +100,7 @@ def row(page: Page, name: str) -> list[str]:
 def test_this_machine(tmp_path: Path):
     find_engine()
     options = ("--repeats", 2, "--seconds", 0.05, "--out", tmp_path)
-    done = check("--bundle", DEMO_BUNDLE, *options)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(check("--bundle", DEMO_BUNDLE, *options))
     assert done.stdout == f"{tmp_path / 'self-check.html'}\n"
     report = json.loads((tmp_path / "self-check.json").read_text())
     lines = {each["name"]: each for each in report["checks"]}
@@ -186,8 +186,7 @@ show("end", {{"verdict": "pass", "constants": {{}}, "seconds": 5.0}})
 
 def test_the_neural_accelerator_is_measured_in_a_second_process(tmp_path: Path):
     options = ("--bundle", DEMO_BUNDLE, "--neural-accelerator", "--out", tmp_path)
-    done = check(*options, MESP_ENGINE=tf32_engine(tmp_path, True), MLX_ENABLE_TF32="1")
-    assert done.returncode == 0, done.stderr
+    succeeded(check(*options, MESP_ENGINE=tf32_engine(tmp_path, True), MLX_ENABLE_TF32="1"))
     page = Page(tmp_path / "self-check.html")
     assert row(page, "neural_accelerator") == [
         "note",
@@ -210,8 +209,7 @@ def test_an_engine_that_dies_with_tf32_leaves_the_report(tmp_path: Path):
 
 def test_without_a_neural_accelerator_its_line_is_skipped(tmp_path: Path):
     options = ("--bundle", DEMO_BUNDLE, "--neural-accelerator", "--out", tmp_path)
-    done = check(*options, MESP_ENGINE=tf32_engine(tmp_path, False))
-    assert done.returncode == 0, done.stderr
+    succeeded(check(*options, MESP_ENGINE=tf32_engine(tmp_path, False)))
     assert verdicts(tmp_path)["neural_accelerator"] == "skipped"
 
 
@@ -260,8 +258,7 @@ def test_a_phone_is_started_and_its_report_comes_back(phones: Phones):
     report = {"start": START, "checks": [MACHINE, REPEATS, resumed], "end": END}
     phones.world["self_check"] = report
     out = phones.folder / "out"
-    done = check(*("--phone", "--bundle", "qwen.mesp", "--out", out), **phones.environment())
-    assert done.returncode == 0, done.stderr
+    succeeded(check(*("--phone", "--bundle", "qwen.mesp", "--out", out), **phones.environment()))
     assert verdicts(out) == {"machine": "note", "repeats": "pass", "resume": "pass"}
     (launch,) = [call for call in phones.calls() if "launch" in call]
     assert launch[-3:] == [APP, "--self-check", "qwen.mesp"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.commands import succeeded
 from helpers.paths import ROOT
 from helpers.phones import Phones
 from mesp.engine.build import find_engine
@@ -42,8 +43,7 @@ def test_this_machine_gives_one_file(tmp_path: Path):
     find_engine()
     home = tmp_path / "ada"
     out = home / "out"
-    done = first_hour("--seconds", 0.05, "--out", out, HOME=str(home))
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeeded(first_hour("--seconds", 0.05, "--out", out, HOME=str(home)))
     assert done.stdout.endswith(f"Send this file back: {out / 'first-hour.zip'}\n")
     files = packed(out)
     assert set(files) == {
@@ -66,8 +66,7 @@ def test_a_phones_reports_and_logs_come_and_nothing_else(tmp_path: Path):
     (run / "samples.json").write_text('[{"prompt": "private", "before": "", "after": ""}]')
     phones.world["self_check"] = REPORT
     out = tmp_path / "out"
-    done = first_hour("--phone", "--out", out, **phones.environment())
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded(first_hour("--phone", "--out", out, **phones.environment()))
     files = packed(out)
     assert json.loads(files["self-check/self-check.json"])["start"]["host"] == "iPhone18,1"
     assert files["runs/demo mesp/metrics.jsonl"] == recorded.read_text()

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 import measure_import
-from helpers.commands import invoke, refused
+from helpers.commands import invoke, refused, succeeded
 from mesp.models.short_names import KNOWN
 
 pytestmark = pytest.mark.slow
@@ -16,8 +16,7 @@ def test_a_row_of_the_table(scales: str, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(measure_import.KNOWN, "Small", ("owner/small", "5f0b02c7", SMALL))
     monkeypatch.setattr(measure_import, "SHARD", 1 << 20)
     options = ("--scales", scales, "--json", tmp_path / "rows.json", "--work", tmp_path / "work")
-    done = invoke(measure_import.main, "measure_import", "--model", "Small", *options)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(invoke(measure_import.main, "measure_import", "--model", "Small", *options))
     assert "Small" in done.stdout.splitlines()[-1]
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert 0 <= row["beside"] < row["footprint"] < 50e6

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.commands import invoke, refused
+from helpers.commands import invoke, refused, succeeded
 from helpers.paths import DEMO_BUNDLE
 from helpers.phones import APP, Phones
 from push import main
@@ -27,8 +27,7 @@ def push(phones: Phones, *arguments: object) -> subprocess.CompletedProcess:
 
 def test_a_bundle_lands_in_documents(phones: Phones, bundle: Path):
     documents = phones.add("Ada's iPhone").parent
-    done = push(phones, bundle)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(push(phones, bundle))
     assert done.stdout.startswith("Demo.mesp is on ")
     assert done.stderr == ""
     copied = documents / "Demo.mesp"

@@ -1,5 +1,4 @@
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,20 +8,17 @@ import numpy as np
 import pytest
 from mlx import nn
 
-from helpers.commands import call, invoke
+from helpers.commands import call, invoke, succeeded
 from helpers.paths import ROOT
-from mesp.bundle.reader import Bundle
-from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
 from studies import parity
-from studies.comparison import scores as judging
 from studies.comparison import trainers
 from studies.comparison.plans import plans
 from studies.comparison.scores import Scores, paired
 from studies.comparison.trainers import with_mesp
 from studies.tasks import bundles
-from studies.tasks.bundles import CLASSIFICATION, GSM8K, export
+from studies.tasks.bundles import CLASSIFICATION, export
 
 
 def scores(losses: np.ndarray, exact: np.ndarray) -> Scores:
@@ -47,15 +43,6 @@ def test_an_interval_is_that_of_paired_means():
     assert not difference.is_within(0.01) and difference.is_within(0.1)
 
 
-def test_what_is_right_counts_by_the_sequence():
-    exact = np.arange(100) < 50
-    better = scores(np.ones(100), np.arange(100) < 60)
-    difference = paired([better] * 3, [scores(np.ones(100), exact)] * 3, what="exact")
-    assert difference.mean == pytest.approx(0.1)
-    # Three identical seeds do not narrow the interval, because sequences are resampled.
-    assert difference.low == pytest.approx(0.1 - 1.96 * 0.03, abs=0.01)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def in_this_process() -> Iterator[None]:
     def command(module: str, *arguments: object) -> None:
@@ -67,67 +54,9 @@ def in_this_process() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def problems(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    pytest.importorskip("datasets", reason="what reads GSM8K is an extra")
-    folder = tmp_path_factory.mktemp("gsm8k")
-    splits = {"train": range(12), "test": range(100, 103)}
-    for split, numbers in splits.items():
-        records = [
-            {"question": f"What is {n} plus 1?", "answer": f"It is {n} + 1.\n#### {n + 1}"}
-            for n in numbers
-        ]
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (folder / f"{split}.jsonl").write_text(lines)
-    files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in splits)
-    front = f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n"
-    (folder / "README.md").write_text(front)
-    return Bundle(export(GSM8K, "demo", tmp_path_factory.mktemp("out"), gsm8k=str(folder)))
-
-
-def test_a_problem_is_right_where_the_number_written_is(
-    monkeypatch: pytest.MonkeyPatch, problems: Bundle
-):
-    tokenizer = load_bundle_tokenizer(problems.path)
-    asked, says = [], iter(["As I see it:\n#### 101", "It is 101 + 1.\n#### 101", "It is 103."])
-
-    def write(model: object, prompt: np.ndarray, most: int, end: int) -> list[int]:
-        asked.append(tokenizer.decode(prompt.tolist()))
-        assert len(prompt) + most == GSM8K.seq_len and end == tokenizer.eos_token_id
-        return tokenizer.encode(next(says))
-
-    monkeypatch.setattr(judging, "write", write)
-    found = judging.score(problems.to_mlx_lm(), problems, GSM8K)
-    assert found.exact.tolist() == [1, 0, 0]
-    for number, prompt in zip(range(100, 103), asked, strict=True):
-        assert f"What is {number} plus 1?" in prompt and "It is" not in prompt
-
-
-def test_what_is_written_is_the_likeliest_until_the_end(problems: Bundle):
-    model, prompt = problems.to_mlx_lm(), np.arange(100, 112)
-    ids = prompt.tolist()
-    for _ in range(6):
-        ids.append(mx.argmax(model(mx.array([ids]))[0, -1]).item())
-    right = ids[12:]
-    assert judging.write(model, prompt, most=6, end=-1) == right
-    end = right[-1]
-    assert judging.write(model, prompt, most=6, end=end) == right[: right.index(end)]
-
-
 def test_a_trainer_that_is_not_there_is_refused():
     with pytest.raises(MespError, match="There is no trainer SVM here; name one of MeSP; "):
         parity.choose(parity.TRAINERS, "sgd", ("SVM",))
-
-
-def test_qlora_is_left_out_where_there_is_no_bitsandbytes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
-    monkeypatch.setattr(parity, "has_bitsandbytes", lambda python: False)
-    found = parity.with_pytorch(Path("python"), "demo")
-    assert [*found] == ["PEFT, float32", "PEFT, bfloat16"]
-    assert "QLoRA is left out: python has no bitsandbytes." in capsys.readouterr().err
-    monkeypatch.setattr(parity, "has_bitsandbytes", lambda python: True)
-    assert "QLoRA, NF4" in parity.with_pytorch(Path("python"), "demo")
 
 
 @pytest.fixture
@@ -140,8 +69,7 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
     few = ("--held-out", 6, "--text", other, "--out", tmp_path / "parity")
 
     def run(*options: object) -> str:
-        done = invoke(parity.main, "parity.py", *options, *few)
-        assert done.returncode == 0, done.stderr
+        done = succeeded(invoke(parity.main, "parity.py", *options, *few))
         return done.stdout
 
     return run
