@@ -2,6 +2,10 @@ import Foundation
 import MLX
 import MeSPBundle
 
+#if canImport(Darwin)
+    import Darwin
+#endif
+
 /// In MLX 0.32 an array on a stream that C++ made for a thread may be evaluated only on that thread. Imported functions and derivatives have such
 /// arrays. So a piece of work stays on one thread from beginning to end.
 package enum MLXWork {

@@ -483,7 +483,7 @@ import Testing
         try tuner.adapters.write(to: initial)
         var options = options(steps: 1_000_000)
         options.initialAdapters = initial
-        for try await _ in tuner.train(on: text, options) { break }
+        for try await update in tuner.train(on: text, options) where update.step > 0 { break }
         await tuner.stop()
         try FileManager.default.removeItem(at: initial)
         for try await update in tuner.continueTraining() where update.step > 0 { break }
