@@ -25,7 +25,7 @@ def test_a_program_says_what_it_is_for(name: str):
 
 
 @pytest.mark.parametrize(
-    ("folder", "pattern"), [(TOOLS, "**/*.py"), (STUDIES, "*.py")], ids=["tools", "studies"]
+    ("folder", "pattern"), [(TOOLS, "*.py"), (STUDIES, "**/*.py")], ids=["tools", "studies"]
 )
 def test_the_page_of_a_folder_lists_its_programs_and_folders(folder: Path, pattern: str):
     page = (folder / "README.md").read_text(encoding="utf-8")
