@@ -64,6 +64,14 @@ def test_links_lead_somewhere(page: Path):
 
 
 @each_page
+def test_lines_are_of_at_most_100_characters(page: Path):
+    lines = [line for line in split(page)[1] if not line.startswith("|")]
+    assert [
+        line for line in lines if len(re.sub(r"\]\([^)]*\)|https?://\S+", "]", line)) > 100
+    ] == []
+
+
+@each_page
 def test_targets_of_make_exist(page: Path):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = set(re.findall(r"\bmake ([a-z][\w-]*)", "\n".join(code(page))))
@@ -156,6 +164,17 @@ def test_documents_state_the_figures_that_were_measured(measured: dict[str, Any]
             stated = sentence.replace("{:.0f}", f"{value:.0f}" if "{:.0f}" in sentence else "")
             stated = stated.replace("{}", number)
             assert stated in text, f"{page} lacks {stated!r} of docs/measurements.json"
+
+
+def test_each_figure_has_its_source():
+    has = {"name", "value", "unit", "command", "stated"}
+    measured = {"processor", "threads", "date", "version"}
+    may_have = {"extrapolated", "conditions"}
+    assert [
+        entry["name"]
+        for entry in MEASUREMENTS
+        if set(entry) - may_have not in (has | {"computed"}, has | measured) or not entry["stated"]
+    ] == []
 
 
 def test_performance_compares_every_figure_of_the_paper():
