@@ -28,8 +28,8 @@
         @Test func livesOfAnApp() async throws {
             Device.gpuIsSimulated = true
             defer { Device.gpuIsSimulated = false }
-            for seed in 0..<Self.count {
-                let seed = seed + (Self.first ?? 0)
+            let first = Self.first ?? 0
+            for seed in first..<first + Self.count {
                 let life = try Life(seed: UInt64(seed))
                 // On a busy machine a block may take longer than iOS allows.
                 do { try await BoundaryGate.$secondsToLeave.withValue(60) { try await life.live() } } catch {
