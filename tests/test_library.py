@@ -173,20 +173,23 @@ def code(folder: Path) -> Iterator[tuple[str, str]]:
                 yield path.name, line.split(" // ")[0]
 
 
-def test_formulas_say_nothing_of_evaluation():
+def test_formulas_know_nothing_of_a_schedule():
     said = re.compile(
-        r"\b(eval|asyncEval|submit|clearCache|synchronize|depends|withDefaultDevice)\(|\.eval\(\)"
+        r"\b(eval|asyncEval|submit|clearCache|synchronize|depends|withDefaultDevice|repeating|readRows)\("
+        r"|\.eval\(\)|\b([Ss]chedule|Tiled|tiled|tiles|Plan|Planner|Memory)\b"
     )
-    assert [(name, line) for name, line in code(CORE / "Formulas") if said.search(line)] == []
+    assert [(name, line) for name, line in code(CORE / "Math") if said.search(line)] == []
+    named = [line for _, line in code(CORE / "Block") if re.search(r"[Ss]chedule", line)]
+    assert len(named) <= 15
 
 
-def test_only_the_machine_knows_where_it_runs():
+def test_only_devices_and_schedules_know_where_they_run():
     known = re.compile(
         r"\bbackend\b|Device\.isCPU|Processor\.(cpu|gpu)\b|#if os|hasShortCommandBuffers"
         r"|processor\.(fuses|dequantizesInProduct|attendsByTiles|startsMetal|hasKernels)\b *[?&|]"
     )
     asked = {"SystemMemoryLimit.swift", "Footprint.swift"}
-    rooms = [folder for folder in CORE.iterdir() if folder.is_dir() and folder.name != "Machine"]
+    rooms = [path for path in CORE.iterdir() if path.name not in ("Device", "Schedule")]
     found = [(name, line) for folder in rooms for name, line in code(folder) if known.search(line)]
     assert [(name, line) for name, line in found if name not in asked] == []
 

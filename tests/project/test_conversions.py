@@ -29,6 +29,6 @@ def test_a_floating_point_number_becomes_an_integer_without_a_trap():
     }
     # a rate below 1, and bits
     assert left == {
-        "Core/Formulas/Dropout.swift: Double(key.rate) * 0x1p32",
+        "Core/Math/Dropout.swift: Double(key.rate) * 0x1p32",
         "Import/PlainFamilies.swift: bfloat16(Float(root))",
     }, "take Int(whole:)"

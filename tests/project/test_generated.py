@@ -74,6 +74,6 @@ def test_the_document_lists_every_setting_with_its_default():
 
 
 def test_the_widths_of_fused_attention_are_those_of_the_block_function():
-    processor = (ROOT / "ios/MeSPTrainer/Core/Machine/Processor.swift").read_text("utf-8")
+    processor = (ROOT / "ios/MeSPTrainer/Core/Device/Processor.swift").read_text("utf-8")
     (widths,) = re.findall(r"var fusedHeads = \[(.*)\]", processor)
     assert tuple(map(int, widths.split(","))) == FUSED_HEADS

@@ -108,7 +108,8 @@ extension CheckSuite {
                 outputs.append(y)
                 try model.bundle.withHead {
                     let head = CrossEntropyHead(
-                        weights: $0, architecture: model.bundle.architecture, machine: Machine(model.bundle.processor))
+                        weights: $0, architecture: model.bundle.architecture, schedule: Schedule(model.bundle.processor)
+                    )
                     logits.append(head.logits(y))
                     eval(logits)
                 }

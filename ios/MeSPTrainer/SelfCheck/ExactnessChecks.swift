@@ -24,8 +24,8 @@ extension CheckSuite {
         return FormulasOnCPU(
             bundle: other ?? bundle, layouts: trainer.model.layouts, scale: trainer.model.scale,
             // The whole sequence is one segment, because a block function returns all intermediates at once.
-            machine: Machine.$segmentTokens.withValue(length) {
-                Machine(
+            schedule: Schedule.$segmentTokens.withValue(length) {
+                Schedule(
                     architecture, group: bundle.manifest.featureGroup, length: length, bytes: 1 << 20,
                     processor: .cpu)
             })
@@ -100,8 +100,10 @@ extension CheckSuite {
             try addKeysAndValues(before: block, x, model, context)
             let side = try sideInputs(block, x, lora, model, context)
             let outputs = try bundle.withBlock(block) { weights in
-                let call = BlockCall(index: block, weights: weights, lora: lora, side: side)
-                let outputs = try function(call, model.layouts[block], scale: model.scale).outputs(x).list
+                let formulas = Block(
+                    weights: weights, lora: lora, layout: model.layouts[block], scale: model.scale,
+                    schedule: Schedule(bundle.processor), side: side)
+                let outputs = try function(formulas).outputs(x).list
                 eval(outputs)
                 return outputs
             }
@@ -153,7 +155,7 @@ extension CheckSuite {
         _ context: BlockwiseModel.SequenceContext
     ) throws -> SideInputs {
         try bundle.withBlock(block) {
-            try model.makeForwardCall(block, $0, lora, context, x).side
+            try model.makeForwardBlock(block, $0, lora, context, x).side
         }
     }
 

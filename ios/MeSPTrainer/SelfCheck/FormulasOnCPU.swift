@@ -8,7 +8,7 @@ struct FormulasOnCPU {
     let bundle: ModelBundle
     let layouts: [LoRALayout]
     let scale: Float
-    let machine: Machine
+    let schedule: Schedule
 
     func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ side: SideInputs) throws -> BlockOutputs {
         try withBlock(block, lora, side) { block in
@@ -58,7 +58,7 @@ struct FormulasOnCPU {
             try bundle.withHead { packed in
                 try body(
                     CrossEntropyHead(
-                        weights: packed.onCPU, architecture: bundle.architecture, machine: machine))
+                        weights: packed.onCPU, architecture: bundle.architecture, schedule: schedule))
             }
         }
     }
@@ -70,7 +70,7 @@ struct FormulasOnCPU {
             try bundle.withBlock(block) { weights in
                 try body(
                     Block(
-                        weights: weights.onCPU, lora: lora, layout: layouts[block], scale: scale, machine: machine,
+                        weights: weights.onCPU, lora: lora, layout: layouts[block], scale: scale, schedule: schedule,
                         side: side))
             }
         }

@@ -124,16 +124,14 @@
             let trainer = try fixture.trainer(.mesp)
             #expect(throws: (any Error).self) {
                 try fixture.bundle.withBlock(0) { weights in
-                    let call = BlockCall(index: 0, weights: weights, lora: MLXArray(0), side: .nothing)
-                    _ = try function(call, trainer.model.layouts[0], scale: 0).output(MLXArray(0))
+                    let block = try trainer.model.block(0, weights, MLXArray.zeros([1, 1]))
+                    _ = try function(block).output(MLXArray(0))
                 }
             }
             let x = try trainer.model.embed(fixture.example())
             for _ in 0..<2 {
                 try fixture.bundle.withBlock(0) { weights in
-                    let lora = try trainer.model.parameters(0)
-                    let call = BlockCall(index: 0, weights: weights, lora: lora, side: .nothing)
-                    let block = function(call, trainer.model.layouts[0], scale: trainer.model.scale)
+                    let block = function(try trainer.model.block(0, weights, x[0]))
                     #expect(try block.output(x).shape == x.shape)
                 }
             }

@@ -5,17 +5,16 @@ extension BlockwiseModel {
     ///
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. This gradient, `d` and `dShared` are evaluated.
     func automaticGradient(
-        _ call: BlockCall, _ x: MLXArray, d: inout MLXArray, dShared: inout MixerState.KeyValues?
+        _ index: Int, _ block: Block, _ x: MLXArray, d: inout MLXArray, dShared: inout MixerState.KeyValues?
     ) throws -> MLXArray {
-        let layout = layouts[call.index]
-        let function = try self.function(call.index, x, \.plainFunctions)
-        func plain(_ call: BlockCall) -> any BlockForward {
-            var machine = Machine(bundle.processor)
-            machine.isLazy = true
-            return function.map { $0(call, layout, scale: scale) } ?? block(call, machine)
-        }
+        let (layout, lora) = (block.layout, block.lora)
+        let function = try self.function(index, x, \.plainFunctions)
+        var lazy = block
+        lazy.schedule = Schedule(bundle.processor)
+        lazy.schedule.isLazy = true
+        func plain(_ block: Block) -> any BlockForward { function.map { $0(block) } ?? block }
         // Shared keys and values are outputs of the block that computes them, and inputs of the other blocks that attend to them.
-        let (taken, sum) = (call.side.shared, call.side.shared == nil ? dShared : nil)
+        let (taken, sum) = (block.side.shared, block.side.shared == nil ? dShared : nil)
         let dtype = x.dtype
         func gradients(
             cotangents: [MLXArray], of outputs: @escaping (_ pass: any BlockForward, _ x: MLXArray) throws -> [MLXArray]
@@ -25,23 +24,23 @@ extension BlockwiseModel {
                 vjp(
                     { primals in
                         do {
-                            var call = call
-                            call.lora = layout.replacing(in: call.lora, trained: primals[1])
-                            if taken != nil { call.side.shared = .init(keys: primals[2], values: primals[3]) }
-                            return try Processor.withPlainCPU { try outputs(plain(call), primals[0]) }
+                            var block = lazy
+                            block.lora = layout.replacing(in: lora, trained: primals[1])
+                            if taken != nil { block.side.shared = .init(keys: primals[2], values: primals[3]) }
+                            return try Processor.withPlainCPU { try outputs(plain(block), primals[0]) }
                         } catch {
                             failure = error
                             return cotangents  // arrays in the outputs' shapes; `failure` is thrown below
                         }
-                    }, primals: [x, layout.trained(in: call.lora)] + (taken.map { [$0.keys, $0.values] } ?? []),
+                    }, primals: [x, layout.trained(in: lora)] + (taken.map { [$0.keys, $0.values] } ?? []),
                     cotangents: cotangents)
             }
             if let failure { throw failure }
             return gradients
         }
         // The first evaluation compiles GPU kernels. Evaluating one output at a time allows pauses between compilations.
-        if !isWarm, differentiated.insert(bundle.kinds[call.index]).inserted {
-            let pass = plain(call)
+        if !isWarm, differentiated.insert(bundle.kinds[index]).inserted {
+            let pass = plain(lazy)
             for index in try 1..<pass.outputs(x).list.count {
                 let output = try Device.withGlobal(bundle.mlxDevice) { try pass.outputs(x).list[index] }
                 eval(output)
@@ -53,7 +52,7 @@ extension BlockwiseModel {
         let all = try gradients(cotangents: [d] + (sum.map { [$0.keys, $0.values] } ?? [])) { pass, x in
             guard sum != nil else { return [try pass.output(x)] }
             let outputs = try pass.outputs(x)
-            let own = call.weights.keysAndValues(outputs.intermediates)
+            let own = block.weights.keysAndValues(outputs.intermediates)
             return [outputs.y, own.keys, own.values]
         }
         if all.count > 2 {

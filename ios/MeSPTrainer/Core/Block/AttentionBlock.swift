@@ -21,15 +21,13 @@ extension Block {
             let cache = state.append(
                 keys: attention.key(k[0..., rows], at: place).asType(dtype),
                 values: attention.value(v[0..., rows]).asType(dtype))
-            let q = machine.part(attention.query(q[0..., rows], at: place), cache.keys, cache.values).0
-            return machine.part(
-                attention(
-                    q: q, k: cache.keys[0..., 0..<cache.count], v: cache.values[0..., 0..<cache.count],
-                    machine: machine
-                ).asType(dtype))
+            return tiled(attention)(
+                q: attention.query(q[0..., rows], at: place), k: cache.keys[0..., 0..<cache.count],
+                v: cache.values[0..., 0..<cache.count]
+            ).asType(dtype)
         }
         let gated = gate.map { OutputGate(g: $0.swappedAxes(0, 1))(attnOut) } ?? attnOut
-        return (.attention(q: qAndGate, k: k, v: v, attnOut: attnOut), linear(.o)(gated, machine: machine))
+        return (.attention(q: qAndGate, k: k, v: v, attnOut: attnOut), linear(.o)(gated))
     }
 
     func projectQKV(_ mixer: AttentionMixer, _ mixerIn: MLXArray) -> (q: MLXArray, k: MLXArray, v: MLXArray) {
@@ -50,20 +48,19 @@ extension Block {
             heads(.q, mixer.numAttentionHeads), heads(.k, mixer.numKeyValueHeads), heads(.v, mixer.numKeyValueHeads)
         )
         let place = Positions.each(.of(states.map { Int32($0.count) }))
-        let (q, kHat, vHat) = machine.part(
-            attention.query(mixer.outputGate ? qAndGate[.ellipsis, ..<d] : qAndGate, at: place),
-            attention.key(k, at: place).asType(dtype), attention.value(v).asType(dtype))
+        let q = attention.query(mixer.outputGate ? qAndGate[.ellipsis, ..<d] : qAndGate, at: place)
+        let (kHat, vHat) = (attention.key(k, at: place).asType(dtype), attention.value(v).asType(dtype))
         let parts = states.indices.map { i in
             func own(_ x: MLXArray) -> MLXArray { (n == 1 ? x : x[i..<i + 1]).squeezed(axis: 0) }
-            return attention.ofOne(q: own(q), states[i].append(keys: own(kHat), values: own(vHat)), machine: machine)
+            return tiled(attention)(q: own(q), states[i].append(keys: own(kHat), values: own(vHat)))
         }
-        let attnOut = machine.part(concatenated(parts).asType(dtype))
+        let attnOut = concatenated(parts).asType(dtype)
         let gate: MLXArray? =
             mixer.outputGate
             ? qAndGate[.ellipsis, d...].squeezed(axis: 2)
             : mixer.headGate ? heads(.g, mixer.numAttentionHeads).squeezed(axis: 2) : nil
         let gated = gate.map { OutputGate(g: $0)(attnOut) } ?? attnOut
-        return (.attention(q: qAndGate, k: k, v: v, attnOut: attnOut), linear(.o)(gated, machine: machine))
+        return (.attention(q: qAndGate, k: k, v: v, attnOut: attnOut), linear(.o)(gated))
     }
 
     private func attentionOverShared(
@@ -75,9 +72,9 @@ extension Block {
         precondition(caches.count == sequences.count, "the keys of another block are missing")
         let parts = zip(sequences, caches).map { rows, cache in
             let start = side.shared == nil ? cache.count - rows.count : rows.lowerBound
-            return attention(
+            return tiled(attention)(
                 q: attention.query(q[0..., rows], at: .from(start)), k: cache.keys[0..., 0..<cache.count],
-                v: cache.values[0..., 0..<cache.count], machine: machine
+                v: cache.values[0..., 0..<cache.count]
             ).asType(q.dtype)
         }
         for (index, cache) in caches.enumerated() { states[index] = .shared(count: cache.count) }
@@ -85,7 +82,7 @@ extension Block {
         let keys = side.shared ?? caches[0]
         return (
             .attention(q: q, k: keys.keys, v: keys.values, attnOut: attnOut),
-            linear(.o)(attnOut, machine: machine)
+            linear(.o)(attnOut)
         )
     }
 
@@ -115,38 +112,37 @@ extension Block {
             mixer.gateDim > 0 ? qAndGate[.ellipsis, ..<headDim] : qAndGate,
             dAttnOut.reshaped([length, heads, headDim]).swappedAxes(0, 1)
         )
-        let (attention, sum) = (weights.attention(mixer), dShared)
+        let (attention, sum) = (tiled(weights.attention(mixer)), dShared)
         func backward(_ rows: Range<Int>) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
             var carried: MixerState.KeyValues?
             return attention.backward(
-                q: q[0..., rows], k: k[0..., rows], v: v[0..., rows], dOut: dO[0..., rows], start: rows.lowerBound,
-                addedTo: sum?[rows], carried: &carried, machine: machine)
+                q: q[0..., rows], k: k[0..., rows], v: v[0..., rows], dOut: dO[0..., rows],
+                start: rows.lowerBound, addedTo: sum?[rows], carried: &carried)
         }
         if mixer.keysOf != nil {
             let parts = records(length).map(backward)
             let d = MixerState.KeyValues(
                 keys: concatenated(parts.map(\.dk), axis: 1), values: concatenated(parts.map(\.dv), axis: 1))
             dShared = d
-            return [.q: machine.phase(concatenated(parts.map(\.dq)), d).0]
+            return [.q: concatenated(parts.map(\.dq))]
         }
         dShared = nil
         var d: (dq: MLXArray, dk: MLXArray, dv: MLXArray)
         if let segment, case .attention(let cache) = segment.state {
             d = attention.backward(
                 q: q, k: k, v: v, dOut: dO, start: segment.rows.lowerBound,
-                seen: cache[0..<segment.rows.upperBound], carried: &carried.keyValues, machine: machine)
-            machine.phase(d.dq, d.dk, d.dv, carried.keyValues)
+                seen: cache[0..<segment.rows.upperBound], carried: &carried.keyValues)
         } else {
             let parts = eachRecord(records(length)) { rows in
                 let d = backward(rows)
                 return [d.dq, d.dk, d.dv]
             }
-            d = machine.phase(parts[0], parts[1], parts[2])
+            d = (parts[0], parts[1], parts[2])
         }
         guard let dg else { return [.q: d.dq, .k: d.dk, .v: d.dv] }
         guard mixer.outputGate else { return [.q: d.dq, .k: d.dk, .v: d.dv, .g: dg.squeezed(axis: -1)] }
         let dqg = concatenated([d.dq.reshaped(dg.shape), dg], axis: -1).reshaped([length, -1])
-        return [.q: machine.part(dqg), .k: d.dk, .v: d.dv]
+        return [.q: dqg, .k: d.dk, .v: d.dv]
     }
 
     private func attentionOutput(
@@ -156,9 +152,8 @@ extension Block {
         let attnOut = intermediates.attention.attnOut.asType(.float32)
         guard mixer.gateDim > 0 else { return (outputProjectionBackward(.o, attnOut, dy: dOut, &gradients), nil) }
         let gate = OutputGate(g: intermediates.attention.q[.ellipsis, mixer.headDim...].swappedAxes(0, 1))
-        let (dAttnOut, dg) = gate.backward(
+        return tiled(gate).backward(
             attnOut, dy: outputProjectionBackward(.o, gate(attnOut), dy: dOut, &gradients))
-        return machine.part(dAttnOut, dg)
     }
 }
 

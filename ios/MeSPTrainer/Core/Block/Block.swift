@@ -11,46 +11,51 @@ import MeSPBundle
 /// outputs of the mixer's input projections have the bundle's dtype.
 package struct Block {
     let weights: BlockWeights
-    let lora: MLXArray?
+    var lora: MLXArray
     var dora: DoRA?
     let layout: LoRALayout
     let scale: Float
-    var machine: Machine
+    var schedule: Schedule
     var keptLayers: [Projection: LoRALinear]?
-    let side: SideInputs
+    package var side: SideInputs
     /// The position in the sequence of the first token of x. Dropout's masks depend on it.
     private var firstToken = 0
     /// The keys and values of another block, with an element for each sequence; used if `side.shared` is nil.
     var sharedStates = [MixerState.KeyValues]()
 
     package init(
-        weights: BlockWeights, lora: MLXArray?, layout: LoRALayout, scale: Float, machine: Machine,
-        side: SideInputs
+        weights: BlockWeights, lora: MLXArray, layout: LoRALayout, scale: Float, schedule: Schedule,
+        side: SideInputs = SideInputs()
     ) {
-        (self.weights, self.lora, self.layout, self.scale, self.machine) = (weights, lora, layout, scale, machine)
+        (self.weights, self.lora, self.layout, self.scale, self.schedule) = (weights, lora, layout, scale, schedule)
         self.side = side
     }
 
     func records(_ length: Int) -> [Range<Int>] { side.records ?? [0..<length] }
 
-    /// Returns the segments of a long sequence, which the mixer processes one at a time. Returns an empty list if the mixer processes the sequence at
-    /// once.
-    func segments(_ length: Int) -> [Range<Int>] {
-        guard side.records == nil, length > machine.mixerTokens, weights.shape.mixer.goesBySegments else { return [] }
-        return tiles(of: length, size: machine.mixerTokens)
-    }
-
     func matrices(_ projection: Projection) -> LoRAMatrices? {
         if let dora { return dora.scaled(projection) }
-        return lora.flatMap { layout.matrices(projection, in: $0) }
+        return layout.matrices(projection, in: lora)
     }
 
-    func linear(_ projection: Projection) -> LoRALinear {
+    func tiled<Formula>(_ formula: Formula) -> Tiled<Formula> { Tiled(formula, schedule) }
+
+    func linear(_ projection: Projection) -> Tiled<LoRALinear> { tiled(layer(projection)) }
+
+    func layer(_ projection: Projection) -> LoRALinear {
         keptLayers?[projection]
             ?? LoRALinear(
                 weight: weights.matrix(projection), bias: weights.bias(projection),
                 lora: matrices(projection), scale: scale,
                 dropout: dropoutKey(projection).map { Dropout(key: $0, firstToken: firstToken) })
+    }
+
+    func layer(_ weight: QuantizedMatrix, _ projection: Projection, expert: Int, tokens: [Int]) -> LoRALinear {
+        let lora = matrices(projection).map { LoRAMatrices(a: $0.a[expert], b: $0.b[expert]) }
+        let dropout = dropoutKey(projection).map {
+            Dropout(key: $0[1 + expert], tokens: tokens.map { firstToken + $0 })
+        }
+        return LoRALinear(weight: weight, bias: nil, lora: lora, scale: scale, dropout: dropout)
     }
 
     private func dropoutKey(_ projection: Projection) -> DropoutKey? {
@@ -59,39 +64,10 @@ package struct Block {
         return layout.block.trainable.firstIndex(of: module).map { key[$0] }
     }
 
-    func linear(_ weight: QuantizedMatrix, _ projection: Projection, expert: Int, tokens: [Int]) -> LoRALinear {
-        let lora = matrices(projection).map { LoRAMatrices(a: $0.a[expert], b: $0.b[expert]) }
-        let dropout = dropoutKey(projection).map {
-            Dropout(key: $0[1 + expert], tokens: tokens.map { firstToken + $0 })
-        }
-        return LoRALinear(weight: weight, bias: nil, lora: lora, scale: scale, dropout: dropout)
-    }
-
     func from(_ token: Int) -> Block {
         var block = self
         block.firstToken += token
         return block
-    }
-}
-
-extension Mixer {
-    var goesBySegments: Bool {
-        switch self {
-        case .attention, .gatedDeltaNet: true
-        case .shortConvolution, .mamba2: false
-        }
-    }
-}
-
-package struct BlockCall {
-    package let index: Int
-    let weights: BlockWeights
-    var lora: MLXArray
-    var dora: DoRA?
-    package var side: SideInputs
-
-    package init(index: Int, weights: BlockWeights, lora: MLXArray, side: SideInputs) {
-        (self.index, self.weights, self.lora, self.side) = (index, weights, lora, side)
     }
 }
 
@@ -104,7 +80,8 @@ package struct SideInputs {
     package var dropout: DropoutKey?
 
     package init(
-        records: [Range<Int>]?, perLayer: MLXArray?, shared: MixerState.KeyValues?, dropout: DropoutKey? = nil
+        records: [Range<Int>]? = nil, perLayer: MLXArray? = nil, shared: MixerState.KeyValues? = nil,
+        dropout: DropoutKey? = nil
     ) {
         (self.records, self.perLayer, self.shared, self.dropout) = (records, perLayer, shared, dropout)
     }

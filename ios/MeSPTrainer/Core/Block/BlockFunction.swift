@@ -29,15 +29,12 @@ package final class BlockFunction {
         (self.function, self.isFused) = (function, isFused)
     }
 
-    /// - Parameters:
-    ///   - call: has records only if this is the function for packed records
-    package func callAsFunction(
-        _ call: BlockCall, _ layout: LoRALayout, scale: Float, pause: (() -> Void)? = nil
-    ) -> some BlockForward {
+    /// - Parameter block: has records only if this is the function for packed records
+    package func callAsFunction(_ block: Block) -> some BlockForward {
         Call(
-            function: self, mixer: call.weights.shape.mixer,
-            parameters: [layout.whole(call.lora), MLXArray(scale), call.weights.packed.words] + call.side.arrays,
-            pause: pause)
+            function: self, mixer: block.weights.shape.mixer,
+            parameters: [block.layout.whole(block.lora), MLXArray(block.scale), block.weights.packed.words]
+                + block.side.arrays, pause: block.schedule.pause)
     }
 
     fileprivate func outputs(_ selection: Selection, _ arguments: [MLXArray]) throws -> [MLXArray] {

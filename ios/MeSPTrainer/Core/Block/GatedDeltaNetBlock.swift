@@ -13,14 +13,13 @@ extension Block {
         )
         let o = eachSequence(sequences, &states) { rows, state in
             guard case .recurrent(var memory, let count) = state else { preconditionFailure("another mixer's state") }
-            let o = net(
-                qkv: qkv[rows], b: b[rows], a: a[rows], state: &memory, machine: machine)
+            let o = tiled(net)(qkv: qkv[rows], b: b[rows], a: a[rows], state: &memory)
             state = .recurrent(memory, count: count + rows.count)
             return o.asType(mixerIn.dtype)
         }
         return (
             .gatedDeltaNet(qkv: qkv, z: z, ba: concatenated([b, a], axis: -1), o: o),
-            linear(.out)(net.gatedNorm(o: o, z: z), machine: machine)
+            linear(.out)(net.gatedNorm(o: o, z: z))
         )
     }
 
@@ -34,31 +33,31 @@ extension Block {
         var before: MixerState.Recurrent?
         if case .recurrent(let state, _) = intermediates.segment?.state { before = state }
         if before != nil, carried.net == nil { carried.net = net.noCarriedGradients }
-        let parts = gatedOutput(
+        let (dO, dZ) = gatedOutputBackward(
             consume intermediates, { ($0.gatedDeltaNet.o, $0.gatedDeltaNet.z) }, dOut: dOut, &gradients,
             net.gatedNorm(o:z:), net.gatedNormBackward(o:z:dy:))
-        let (dO, dZ) = machine.phase(concatenated(parts.map { $0[0] }), concatenated(parts.map { $0[1] }))
-        let d = net.backward(
+        let d = tiled(net).backward(
             qkv: consume qkv, b: ba[0..., ..<mixer.numValueHeads], a: ba[0..., mixer.numValueHeads...],
-            dO: consume dO, records: records(dOut.dim(0)), before: before, carried: &carried.net, machine: machine)
-        machine.phase(d.dQKV, d.dB, d.dA, carried.net)
+            dO: consume dO, records: records(dOut.dim(0)), before: before, carried: &carried.net)
         return [.qkv: d.dQKV, .z: dZ, .b: d.dB, .a: d.dA]
     }
 
-    /// Computes the gradients of o and z for out(f(o, z)), some tokens at a time.
-    ///
-    /// - Returns: the gradients of o and z, with an element for each range of tokens.
-    func gatedOutput(
+    /// Returns the gradients of o and z for out(f(o, z)).
+    func gatedOutputBackward(
         _ intermediates: consuming Intermediates, _ inputs: (Intermediates) -> (o: MLXArray, z: MLXArray),
         dOut: MLXArray,
         _ gradients: inout LoRAGradients, _ f: (_ o: MLXArray, _ z: MLXArray) -> MLXArray,
         _ derivative: (_ o: MLXArray, _ z: MLXArray, _ dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray)
-    ) -> [[MLXArray]] {
-        let (o, z) = inputs(intermediates)
-        let dy = outputProjectionBackward(.out, f(o, z), dy: dOut, &gradients)
-        return machine.rows(of: z) { rows in
-            let d = derivative(o[rows], z[rows], dy[rows])
-            return [d.dO, d.dZ]
+    ) -> (dO: MLXArray, dZ: MLXArray) {
+        func parts(_ intermediates: consuming Intermediates) -> [[MLXArray]] {
+            let (o, z) = inputs(intermediates)
+            let dy = outputProjectionBackward(.out, f(o, z), dy: dOut, &gradients)
+            return schedule.rows(of: z) { rows in
+                let d = derivative(o[rows], z[rows], dy[rows])
+                return [d.dO, d.dZ]
+            }
         }
+        let all = parts(consume intermediates)
+        return schedule.phase(concatenated(all.map { $0[0] }), concatenated(all.map { $0[1] }))
     }
 }

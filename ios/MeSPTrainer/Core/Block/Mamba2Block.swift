@@ -10,18 +10,17 @@ extension Block {
         let mamba = weights.mamba2(mixer)
         // z, xBC and dt are separate products. As views of one product, each would keep the whole product alive.
         func part(_ start: Int, _ count: Int) -> MLXArray {
-            linear(.in).outputs(start..<start + count)(mixerIn, machine: machine).asType(mixerIn.dtype)
+            tiled(layer(.in).outputs(start..<start + count))(mixerIn).asType(mixerIn.dtype)
         }
         let (z, xBC) = (part(0, mixer.width), part(mixer.width, mixer.convolutionWidth))
         let dt = part(mixer.width + mixer.convolutionWidth, mixer.numHeads)
         let o = eachSequence(sequences, &states) { rows, state in
             guard case .recurrent(var memory, let count) = state else { preconditionFailure("another mixer's state") }
-            let o = mamba(
-                xBC: xBC[rows], dt: dt[rows], state: &memory, machine: machine)
+            let o = tiled(mamba)(xBC: xBC[rows], dt: dt[rows], state: &memory)
             state = .recurrent(memory, count: count + rows.count)
             return o.asType(mixerIn.dtype)
         }
-        return (.mamba2(z: z, xBC: xBC, dt: dt, o: o), linear(.out)(mamba.gatedNorm(o: o, z: z), machine: machine))
+        return (.mamba2(z: z, xBC: xBC, dt: dt, o: o), linear(.out)(mamba.gatedNorm(o: o, z: z)))
     }
 
     func mamba2Backward(
@@ -29,13 +28,10 @@ extension Block {
     ) -> ProjectionGradients {
         let mamba = weights.mamba2(mixer)
         let (_, xBC, dt, _) = intermediates.mamba2
-        let parts = gatedOutput(
+        let (dO, dZ) = gatedOutputBackward(
             consume intermediates, { ($0.mamba2.o, $0.mamba2.z) }, dOut: dOut, &gradients, mamba.gatedNorm(o:z:),
             mamba.gatedNormBackward(o:z:dy:))
-        let (dO, dZ) = machine.phase(concatenated(parts.map { $0[0] }), concatenated(parts.map { $0[1] }))
-        let d = mamba.backward(
-            xBC: consume xBC, dt: dt, dO: consume dO, records: records(dOut.dim(0)), machine: machine)
-        machine.phase(d.dXBC, d.dDt)
-        return [.in: machine.part(concatenated([dZ, d.dXBC, d.dDt], axis: -1))]
+        let d = tiled(mamba).backward(xBC: consume xBC, dt: dt, dO: consume dO, records: records(dOut.dim(0)))
+        return [.in: concatenated([dZ, d.dXBC, d.dDt], axis: -1)]
     }
 }

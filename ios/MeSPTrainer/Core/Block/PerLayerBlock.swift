@@ -13,9 +13,9 @@ extension Block {
     }
 
     private func perLayerOut(_ h: MLXArray, p: MLXArray) -> (u: MLXArray, m: MLXArray, z: MLXArray) {
-        let u = linear(.perLayerGate)(h)
+        let u = layer(.perLayerGate)(h)
         let m = weights.activation.gated(gate: u, up: p.asType(.float32))
-        return (u, m, linear(.perLayerOut)(m))
+        return (u, m, layer(.perLayerOut)(m))
     }
 
     /// Returns dh. u, m and z are recomputed from h:
@@ -27,6 +27,6 @@ extension Block {
         let dM = outputProjectionBackward(.perLayerOut, m, dy: weights.perLayerNorm.backward(z, dy: dH), &gradients)
         let dU = weights.activation.gatedBackward(gate: [u], up: [p], dAct: dM).dGate
         let dx = linearBackward(.perLayerGate, h, dy: dU, wantsDx: true, addedTo: dH, &gradients) ?? dH
-        return machine.stage(dx, gradients).0
+        return schedule.stage(dx, gradients).0
     }
 }

@@ -19,7 +19,7 @@ extension Block {
         }
         return (
             .shortConvolution(b: b, c: c, u: u, convOut: convOut),
-            linear(.out)(convolution.gated(convOut: convOut, c: c), machine: machine)
+            linear(.out)(convolution.gated(convOut: convOut, c: c))
         )
     }
 
@@ -28,7 +28,7 @@ extension Block {
     ) -> ProjectionGradients {
         let convolution = weights.shortConvolution
         let parts = partsBackward(convolution, consume intermediates, dOut: dOut, &gradients)
-        return [.in: machine.phase(concatenated((0..<3).flatMap { i in parts.map { $0[i] } }, axis: -1))]
+        return [.in: concatenated((0..<3).flatMap { i in parts.map { $0[i] } }, axis: -1)]
     }
 
     /// Returns the gradients of b, c and u, with an element for each range of features.
@@ -38,7 +38,7 @@ extension Block {
     ) -> [[MLXArray]] {
         let (b, c, u, convOut) = intermediates.shortConvolution
         let dy = outputProjectionBackward(.out, convolution.gated(convOut: convOut, c: c), dy: dOut, &gradients)
-        return machine.rows(of: dy.T) { f in
+        return schedule.rows(of: dy.T) { f in
             eachRecord(records(dy.dim(0))) { rows in
                 let d = convolution.features(f).backward(
                     b: b[rows, f], c: c[rows, f], u: u[rows, f], convOut: convOut[rows, f], dy: dy[rows, f])

@@ -138,7 +138,7 @@ package struct Evaluator {
         try model.bundle.withHead { weights in
             let head = CrossEntropyHead(
                 weights: weights, architecture: model.bundle.architecture,
-                machine: model.machine(rows: targets.count, length: targets.count))
+                schedule: model.schedule(rows: targets.count, length: targets.count))
             let (losses, isLargest) = try head.scores(
                 y, targets: targets.map { Int32($0) }, atBoundary: atBlock)
             defer { Memory.clearCache() }

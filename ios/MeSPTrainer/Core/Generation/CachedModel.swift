@@ -35,7 +35,7 @@ package struct CachedModel {
             if let known = layers[index] { return known }
             var made = [Projection: LoRALinear]()
             for projection in block.weights.shape.modules.flatMap(\.projections) {
-                made[projection] = block.linear(projection)
+                made[projection] = block.layer(projection)
             }
             layers[index] = made
             return made
@@ -189,12 +189,12 @@ package struct CachedModel {
     }
 
     /// - Parameter uncut: the maximum number of rows for which arrays are not split into tiles.
-    func machine(
+    func schedule(
         rows: Int, length: Int, uncut: Int = QuantizedMatrix.fewRows, pause: (() -> Void)? = nil
-    ) -> Machine {
-        Machine(
+    ) -> Schedule {
+        Schedule(
             bundle.architecture, group: featureGroup, length: length,
-            bytes: rows <= uncut ? Machine.uncut : Self.tileBytes, processor: bundle.processor, pause: pause)
+            bytes: rows <= uncut ? Schedule.uncut : Self.tileBytes, processor: bundle.processor, pause: pause)
     }
 
     private func pass(
@@ -221,9 +221,7 @@ package struct CachedModel {
     }
 
     private func embedded(_ tokens: ArraySlice<Int>) throws -> MLXArray {
-        try bundle.withEmbedding { weights in
-            embed(tokens.map { Int32($0) }, weights, bundle.architecture, dtype: bundle.dtype)
-        }[0]
+        try bundle.embed(tokens.map { Int32($0) })[0]
     }
 
     private func layerEmbeddings(_ tokens: ArraySlice<Int>, _ x0: MLXArray) throws -> LayerEmbeddings? {
@@ -237,7 +235,7 @@ package struct CachedModel {
 
     /// - Parameters:
     ///   - keepsStates: whether to replace the elements of `states` by the states after the tokens. Otherwise they are nil afterwards.
-    ///   - isDeferred: whether the evaluation may be deferred; see `Machine.leave`.
+    ///   - isDeferred: whether the evaluation may be deferred; see `Schedule.leave`.
     private func forward(
         _ index: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool,
         _ embeddings: LayerEmbeddings?, shared: [MixerState.KeyValues], pause: (() -> Void)?, isDeferred: Bool = false,
@@ -251,18 +249,18 @@ package struct CachedModel {
             states = states.map { _ in nil }
             defer { if keepsStates { states = known } }
             var block = Block(
-                weights: weights, lora: adapters?.lora[index],
-                layout: adapters?.layouts[index] ?? LoRALayout(block: weights.shape, rank: 0),
+                weights: weights, lora: adapters?.lora[index] ?? MLXArray.zeros([0]),
+                layout: adapters?.layouts[index] ?? LoRALayout(block: weights.shape, rank: 0, modules: []),
                 scale: adapters?.scale ?? 0,
-                machine: machine(
+                schedule: schedule(
                     rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), uncut: uncut, pause: pause),
-                side: SideInputs(records: nil, perLayer: perLayer, shared: nil))
+                side: SideInputs(perLayer: perLayer))
             block.sharedStates = shared
             if bundle.maps.areKept { block.keptLayers = bundle.processor.kept { kept.layers(index, block) } }
             let y = block.output(x, sequences: sequences, &known)
             // Evaluating y also evaluates attention's keys and values, but not the recurrent states.
             let states = keepsStates ? known.filter(\.isRecurrent).flatMap(\.arrays) : []
-            if block.machine.leave([y] + states, isDeferred: isDeferred) { kept.pending = y }
+            if block.schedule.leave([y] + states, isDeferred: isDeferred) { kept.pending = y }
             return y
         }
     }

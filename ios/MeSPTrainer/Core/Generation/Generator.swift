@@ -276,7 +276,7 @@ public struct Generator {
     private func project(_ y: MLXArray) throws -> MLXArray {
         try model.bundle.withHead { weights in
             let logits = CrossEntropyHead(
-                weights: weights, architecture: model.bundle.architecture, machine: model.machine(rows: 1, length: 1)
+                weights: weights, architecture: model.bundle.architecture, schedule: model.schedule(rows: 1, length: 1)
             ).logits(y)
             if !model.bundle.maps.areKept { eval(logits) }
             return logits

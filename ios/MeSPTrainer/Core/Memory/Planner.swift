@@ -34,7 +34,7 @@ public struct Plan: Codable, Sendable, Equatable {
 package struct Planner: Sendable {
     let manifest: Manifest
     let settings: RunSettings
-    let machineMemory: MachineMemory
+    let processorMemory: ProcessorMemory
     typealias Parameters = (count: Int, trained: Int, whole: Int)
     let parameters: [Parameters]
     let magnitudes: Int
@@ -47,7 +47,7 @@ package struct Planner: Sendable {
 
     package init(_ manifest: Manifest, _ settings: RunSettings, systemLimit: Int? = systemMemoryLimit()) {
         (self.manifest, self.settings, self.systemLimit) = (manifest, settings, systemLimit)
-        machineMemory = settings.processor.memory
+        processorMemory = settings.processor.memory
         let layouts = settings.layouts(of: manifest.architecture)
         parameters = layouts.map { ($0.count, $0.trainedCount, $0.whole.count) }
         magnitudes = layouts.reduce(0) { $0 + $1.magnitudes }
@@ -66,7 +66,7 @@ package struct Planner: Sendable {
     var trainedBlocks: Int { parameters.count - (parameters.firstIndex { $0.count > 0 } ?? parameters.count) }
 
     var tileSizes: [Int] {
-        Machine.choices(settings.processor, hiddenSize: architecture.hiddenSize, length: length)
+        Schedule.choices(settings.processor, hiddenSize: architecture.hiddenSize, length: length)
     }
 
     /// Returns the fastest plan within `memoryLimitMb` and the system's limit. Without `memoryLimitMb`, returns a plan that keeps no intermediates
@@ -77,7 +77,7 @@ package struct Planner: Sendable {
     package func plan() throws -> Plan {
         let asked = settings.memoryLimitMb.map { Int(whole: $0 * 1e6) }
         var plan = try plan(within: asked)
-        let roomForMaps = machineMemory.roomForMaps(after: withMargin(peak(plan)), limit: asked, room: room)
+        let roomForMaps = processorMemory.roomForMaps(after: withMargin(peak(plan)), limit: asked, room: room)
         plan.keepsMaps = manifest.mappedBytes <= roomForMaps
         return plan
     }
@@ -110,7 +110,7 @@ package struct Planner: Sendable {
         let (limit, plans) = (peak(plan), plans)
         let least = plans.min { peak($0) < peak($1) }.flatMap { peak($0) < limit ? $0 : nil }
         guard var cheaper = plans.first(where: { peak($0) <= limit - limit / 100 }) ?? least else { return nil }
-        cheaper.keepsMaps = plan.keepsMaps && machineMemory.mapsAreClean
+        cheaper.keepsMaps = plan.keepsMaps && processorMemory.mapsAreClean
         return cheaper
     }
 

@@ -7,16 +7,16 @@ extension Planner {
 
     private func peakOfPasses(_ plan: Plan) -> Int { process + arrays(plan) }
 
-    package func arrays(_ plan: Plan) -> Int { lasting(plan) + machineMemory.working(self, plan) }
+    package func arrays(_ plan: Plan) -> Int { lasting(plan) + processorMemory.working(self, plan) }
 
-    package var metalBytes: Int? { machineMemory.metal }
+    package var metalBytes: Int? { processorMemory.metal }
 
     /// The bytes of the process once MLX has started and has imported the run's block functions. The functions' graphs take 7.5 times the size of
     /// their files.
     var processBytes: Int {
         let functions = manifest.functions(of: settings)
         let files = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
-        return machineMemory.process + (machineMemory.metal ?? 0) + 15 * files / 2
+        return processorMemory.process + (processorMemory.metal ?? 0) + 15 * files / 2
     }
 
     // MARK: - Answers that are sampled (`Core/Rewards`)
@@ -99,15 +99,16 @@ extension Planner {
     // MARK: - A phase of a step
 
     func phase(_ plan: Plan) -> Int {
-        let machine = makeMachine(plan)
+        let schedule = makeSchedule(plan)
         let ofMLP = plan.keptBlocks > 0 ? (settings.dropout > 0 ? 5 : 3) * intermediate : 0
         return max(
-            held(plan, but: 1) + forwardBytes + ofMLP, held(plan) + loss(machine), baseline ?? backward(plan, machine),
+            held(plan, but: 1) + forwardBytes + ofMLP, held(plan) + loss(schedule),
+            baseline ?? backward(plan, schedule),
             update(plan))
     }
 
-    func makeMachine(_ plan: Plan) -> Machine {
-        Machine(
+    func makeSchedule(_ plan: Plan) -> Schedule {
+        Schedule(
             architecture, group: manifest.featureGroup, length: length, bytes: plan.tileBytes,
             processor: settings.processor)
     }
@@ -135,17 +136,17 @@ extension Planner {
     }
 
     /// Some arrays have all tokens, some have the tokens that are processed at a time, and some have a tile of the vocabulary.
-    private func loss(_ machine: Machine) -> Int {
-        let (rows, tokens) = (min(machine.vocabularyRows, architecture.vocabSize), machine.mlpTokens)
+    private func loss(_ schedule: Schedule) -> Int {
+        let (rows, tokens) = (min(schedule.vocabularyRows, architecture.vocabSize), schedule.mlpTokens)
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows
     }
 
-    private func backward(_ plan: Plan, _ machine: Machine) -> Int {
+    private func backward(_ plan: Plan, _ schedule: Schedule) -> Int {
         let masked = settings.dropout > 0 ? inSegment(4 * length * architecture.hiddenSize) : 0
         return max(
             forwardBytes + (isCut ? 0 : hidden) + 2 * normed,
-            max(held(plan), largest(recomputed)) + mlpBackward(machine) + masked,
-            largest { backward(of: $0, machine) } + normed + gradientBytes + masked)
+            max(held(plan), largest(recomputed)) + mlpBackward(schedule) + masked,
+            largest { backward(of: $0, schedule) } + normed + gradientBytes + masked)
     }
 
     private func recomputed(_ mixer: Mixer) -> Int { intermediates(of: mixer) + hidden + 2 * normed }
@@ -155,14 +156,14 @@ extension Planner {
         recomputed(block.mixer) + (magnitudes > 0 ? 0 : activation(2 * block.mlp.intermediateSize))
     }
 
-    private func mlpBackward(_ machine: Machine) -> Int {
-        let features = min(machine.features, architecture.widestMLP)
-        let some = 4 * machine.mlpTokens * architecture.hiddenSize
-        let arrays = machineMemory.tileArrays(architecture.hiddenAct, adapted: adaptedInMLP)
+    private func mlpBackward(_ schedule: Schedule) -> Int {
+        let features = min(schedule.features, architecture.widestMLP)
+        let some = 4 * schedule.mlpTokens * architecture.hiddenSize
+        let arrays = processorMemory.tileArrays(architecture.hiddenAct, adapted: adaptedInMLP)
         // With DoRA, if W is dequantized, the products with g are arrays too.
         let ofTile =
-            4 * arrays * machine.mlpTokens * features + 5 * weight(features)
-            + machineMemory.dequantized * some * (magnitudes > 0 ? 3 : 1)
+            4 * arrays * schedule.mlpTokens * features + 5 * weight(features)
+            + processorMemory.dequantized * some * (magnitudes > 0 ? 3 : 1)
         return hidden + 3 * some + max(ofTile, 2 * some + 5 * perLayer) + gradientBytes
     }
 
@@ -188,6 +189,6 @@ extension Planner {
     var normed: Int { architecture.postNorms ? hidden : 0 }
     private var perLayer: Int { activation(architecture.perLayer?.size ?? 0) }
     /// Returns the bytes of `rows` of a weight `[rows, hidden]`, if they are dequantized before a product; 0 otherwise.
-    private func weight(_ rows: Int) -> Int { machineMemory.dequantized * rows * architecture.hiddenSize * 4 }
+    private func weight(_ rows: Int) -> Int { processorMemory.dequantized * rows * architecture.hiddenSize * 4 }
     func largest(_ bytes: (Mixer) -> Int) -> Int { architecture.mixers.map(bytes).max() ?? 0 }
 }

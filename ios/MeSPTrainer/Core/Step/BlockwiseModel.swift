@@ -13,6 +13,8 @@ package final class BlockwiseModel {
     /// The factor of the adapters' output: s · α / rank, or s · α / √rank with rsLoRA.
     package var scale: Float { strength * settings.scale }
     private let tileBytes: Int
+    /// The manifest's `featureGroup`, cached because computing it takes a search.
+    private let featureGroup: Int
     /// The maximum bytes of the arrays of one block or of the head on a GPU before MLX waits; nil on a CPU.
     let workspace: Int?
     private let keepsCache: Bool
@@ -36,7 +38,7 @@ package final class BlockwiseModel {
         let layouts = settings.layouts(of: architecture)
         self.layouts = layouts
         trained = layouts.indices.filter { layouts[$0].count > 0 }
-        tileBytes = plan.tileBytes
+        (tileBytes, featureGroup) = (plan.tileBytes, bundle.manifest.featureGroup)
         workspace = bundle.processor.workspace(Planner(bundle.manifest, settings), plan)
         keepsCache = bundle.processor.keepsCache(plan)
         isWarm = bundle.processor.hasKernels
@@ -61,9 +63,9 @@ package final class BlockwiseModel {
         return imported[block]
     }
 
-    func machine(_ x: MLXArray) -> Machine {
-        Machine(
-            bundle.architecture, group: bundle.manifest.featureGroup, length: x.dim(1), bytes: tileBytes,
+    func schedule(_ x: MLXArray) -> Schedule {
+        Schedule(
+            bundle.architecture, group: featureGroup, length: x.dim(1), bytes: tileBytes,
             processor: bundle.processor, pause: isWarm ? nil : { [clock] in clock.pause() })
     }
 
@@ -84,11 +86,12 @@ package final class BlockwiseModel {
         _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, norms: MLXArray? = nil
     ) throws -> DoRA? {
         guard layouts[block].count > 0, let squares = try squaredNorms?.read(block) else { return nil }
+        let schedule = Schedule(
+            bundle.architecture, group: featureGroup, length: settings.seqLen, bytes: tileBytes,
+            processor: bundle.processor)
         return DoRA(
-            weights, lora, layouts[block], scale: scale, norms: norms, squares: squares,
-            machine: Machine(
-                bundle.architecture, group: bundle.manifest.featureGroup, length: settings.seqLen, bytes: tileBytes,
-                processor: bundle.processor))
+            lora, layouts[block],
+            norms: norms ?? schedule.norms(weights, lora, layouts[block], scale: scale, squares: squares))
     }
 
     func adapters() throws -> LoadedAdapters {
@@ -109,11 +112,7 @@ package final class BlockwiseModel {
     }
 
     package func embed(_ example: Example) throws -> MLXArray {
-        try clock.repeating {
-            try bundle.withEmbedding { weights in
-                MeSPCore.embed(Array(example.inputs), weights, bundle.architecture, dtype: bundle.dtype)
-            }
-        }
+        try clock.repeating { try bundle.embed(Array(example.inputs)) }
     }
 
     package final class SequenceContext {
@@ -141,38 +140,37 @@ package final class BlockwiseModel {
             dropout)
     }
 
-    func makeCall(
-        _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext
-    ) throws -> BlockCall {
-        let perLayer = try bundle.part(of: context.embeddings, layer: block)
-        let shared = bundle.architecture.keysOf(block).flatMap { context.sharedKeyValues[$0] }
-        var call = BlockCall(
-            index: block, weights: weights, lora: lora,
+    /// - Parameter x: the block's input `[1, T, hidden]`
+    func makeBlock(
+        _ index: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext, _ x: MLXArray
+    ) throws -> Block {
+        var block = Block(
+            weights: weights, lora: lora, layout: layouts[index], scale: scale, schedule: schedule(x),
             side: SideInputs(
-                records: context.records, perLayer: perLayer, shared: shared, dropout: context.dropout?[block]))
-        if settings.dora {
-            call.dora = try dora(block, weights, lora, norms: context.norms[block])
-        }
-        return call
+                records: context.records, perLayer: try bundle.part(of: context.embeddings, layer: index),
+                shared: bundle.architecture.keysOf(index).flatMap { context.sharedKeyValues[$0] },
+                dropout: context.dropout?[index]))
+        if settings.dora { block.dora = try dora(index, weights, lora, norms: context.norms[index]) }
+        return block
     }
 
-    /// Computes what the context keeps: the norms n of DoRA and, if other blocks attend to this block's keys and values, the keys and values of x
-    /// `[1, T, hidden]`.
-    package func makeForwardCall(
-        _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext, _ x: MLXArray
-    ) throws -> BlockCall {
-        context.norms[block] = nil
-        let call = try makeCall(block, weights, lora, context)
-        if let norms = call.dora?.norms {
+    /// Makes a block for the forward pass. Computes what the context keeps: the norms n of DoRA and, if other blocks attend to this block's keys and
+    /// values, the keys and values of x.
+    package func makeForwardBlock(
+        _ index: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext, _ x: MLXArray
+    ) throws -> Block {
+        context.norms[index] = nil
+        let block = try makeBlock(index, weights, lora, context, x)
+        if let norms = block.dora?.norms {
             eval(norms)
-            context.norms[block] = norms
+            context.norms[index] = norms
         }
-        if bundle.architecture.owners.contains(block) {
-            let shared = self.block(call, x).keysAndValues(x)
+        if bundle.architecture.owners.contains(index) {
+            let shared = block.keysAndValues(x)
             eval(shared.arrays)
-            context.sharedKeyValues[block] = shared
+            context.sharedKeyValues[index] = shared
         }
-        return call
+        return block
     }
 
     /// Returns the block's output y `[1, T, hidden]`, evaluated and confirmed.
@@ -190,7 +188,7 @@ package final class BlockwiseModel {
             try clock.repeating(in: workspace) {
                 var lora = try parameters(block)
                 if layouts[block].count > 0 { lora = try moved(block, lora) }
-                let pass = try forwardPass(makeForwardCall(block, weights, lora, context, x), x)
+                let pass = try forwardPass(block, makeForwardBlock(block, weights, lora, context, x), x)
                 guard keepsIntermediates else {
                     let y = try pass.output(x)
                     eval(y)
@@ -206,30 +204,18 @@ package final class BlockwiseModel {
     /// Recomputes the block's intermediates from its input, evaluated.
     ///
     /// - Parameter all: whether to include gate and up.
-    func recompute(_ call: BlockCall, _ x: MLXArray, all: Bool) throws -> Intermediates {
-        let pass = try forwardPass(call, x)
+    func recompute(_ index: Int, _ block: Block, _ x: MLXArray, all: Bool) throws -> Intermediates {
+        let pass = try forwardPass(index, block, x)
         let intermediates = all ? try pass.outputs(x).intermediates : try pass.intermediates(x)
         eval(intermediates.arrays)
         return intermediates
     }
 
-    private func forwardPass(_ call: BlockCall, _ x: MLXArray) throws -> any BlockForward {
-        try bundle.processor.forwardPass(block(call, x)) {
-            guard !settings.needsFormulas else { return nil }
-            let imported = try function(call.index, x, call.side.records == nil ? \.functions : \.packed)
-            return imported?(
-                call, layouts[call.index], scale: scale, pause: isWarm ? nil : { [clock] in clock.pause() })
+    private func forwardPass(_ index: Int, _ block: Block, _ x: MLXArray) throws -> any BlockForward {
+        try bundle.processor.forwardPass(block) {
+            settings.needsFormulas
+                ? nil : try function(index, x, block.side.records == nil ? \.functions : \.packed)?(block)
         }
-    }
-
-    func block(_ call: BlockCall, _ x: MLXArray) -> Block { block(call, machine(x)) }
-
-    func block(_ call: BlockCall, _ machine: Machine) -> Block {
-        var block = Block(
-            weights: call.weights, lora: call.lora, layout: layouts[call.index], scale: scale, machine: machine,
-            side: call.side)
-        block.dora = call.dora
-        return block
     }
 
     func freeCache() {
@@ -264,7 +250,8 @@ package final class BlockwiseModel {
             try clock.timed(\.loss) {
                 // The loss at the end confirms the results.
                 try clock.repeating(in: workspace, confirms: false) {
-                    try body(CrossEntropyHead(weights: weights, architecture: bundle.architecture, machine: machine(y)))
+                    try body(
+                        CrossEntropyHead(weights: weights, architecture: bundle.architecture, schedule: schedule(y)))
                 }
             }
         }

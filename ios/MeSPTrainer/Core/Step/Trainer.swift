@@ -147,13 +147,13 @@ package final class Trainer {
         let isAutomatic = model.settings.method == .mebp
         let gradient = try clock.repeating(in: isAutomatic ? nil : model.workspace) {
             if let held { (sequence.residual, dShared) = held }
-            let call = try model.makeCall(block, weights, model.parameters(block), context)
+            let formulas = try model.makeBlock(block, weights, model.parameters(block), context, x)
             var gradient: MLXArray
             if isAutomatic {
-                gradient = try model.automaticGradient(call, x, d: &sequence.residual, dShared: &dShared)
+                gradient = try model.automaticGradient(block, formulas, x, d: &sequence.residual, dShared: &dShared)
             } else {
-                let recomputed = try intermediates.take() ?? model.recompute(call, x, all: areKept)
-                gradient = model.block(call, x).structuredBackward(
+                let recomputed = try intermediates.take() ?? model.recompute(block, formulas, x, all: areKept)
+                gradient = formulas.structuredBackward(
                     x: x, consume recomputed, d: &sequence.residual, wantsDx: block > model.trained[0],
                     dShared: &dShared)
             }

@@ -110,9 +110,9 @@ import Testing
                 try bundle.withBlock(index) { weights in
                     let block = Block(
                         weights: weights, lora: joined.lora[index], layout: joined.layouts[index], scale: joined.scale,
-                        machine: Machine(bundle.processor), side: .nothing)
+                        schedule: Schedule(bundle.processor))
                     for projection in weights.shape.modules.flatMap(\.projections) {
-                        let layer = block.linear(projection)
+                        let layer = block.layer(projection)
                         let x = MLXRandom.normal([9, weights.shape.dimensions(projection).inputs])
                         var w = layer.weight.inFloat32.T
                         for (weight, its) in parts {

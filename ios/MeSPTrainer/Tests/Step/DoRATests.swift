@@ -83,7 +83,7 @@ import Testing
         let found = [
             "small, offloaded": try gradients(fixture, plan: offloaded), "kept": try gradients(fixture, plan: kept),
             "plain": try Processor.$cpu.withValue(.plainCPU) { try gradients(fixture, plan: Plan(tileBytes: 1 << 10)) },
-            "segments": try Machine.$segmentTokens.withValue(4) { try gradients(fixture) },
+            "segments": try Schedule.$segmentTokens.withValue(4) { try gradients(fixture) },
         ]
         for (name, (itsLoss, all)) in found {
             #expect(abs(itsLoss - loss) < 1e-5 * abs(loss), "\(name)")
@@ -215,9 +215,9 @@ import Testing
                 try bundle.withBlock(index) { blockWeights in
                     let block = Block(
                         weights: blockWeights, lora: vector, layout: joined[index], scale: 1,
-                        machine: Machine(bundle.processor), side: .nothing)
+                        schedule: Schedule(bundle.processor))
                     for projection in blockWeights.shape.modules.flatMap(\.projections) {
-                        let layer = block.linear(projection)
+                        let layer = block.layer(projection)
                         let x = MLXRandom.normal([9, blockWeights.shape.dimensions(projection).inputs])
                         let w = layer.weight.inFloat32
                         func changed(_ layout: LoRALayout, _ flat: MLXArray, _ scale: Float) throws -> MLXArray {

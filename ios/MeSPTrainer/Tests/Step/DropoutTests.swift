@@ -107,7 +107,7 @@ import Testing
         let found = [
             "small": try gradients(fixture, plan: Plan(tileBytes: 1 << 10)), "kept": try gradients(fixture, plan: kept),
             "plain": try Processor.$cpu.withValue(.plainCPU) { try gradients(fixture, plan: Plan(tileBytes: 1 << 10)) },
-            "segments": try Machine.$segmentTokens.withValue(4) { try gradients(fixture) },
+            "segments": try Schedule.$segmentTokens.withValue(4) { try gradients(fixture) },
         ]
         for (name, (itsLoss, all)) in found {
             #expect(abs(itsLoss - loss) < 1e-5 * abs(loss), "\(name)")

@@ -95,9 +95,8 @@ import Testing
         for block in model.blocks {
             let lora = try model.parameters(block)
             x = try fixture.bundle.withBlock(block) { weights in
-                let call = try model.makeForwardCall(block, weights, lora, context, x)
-                let formulas = model.block(call, x)
-                let function = try model.function(block, x)?(call, model.layouts[block], scale: model.scale)
+                let formulas = try model.makeForwardBlock(block, weights, lora, context, x)
+                let function = try model.function(block, x)?(formulas)
                 #expect((function == nil) == (fixture.bundle.architecture.block(block).mlp.experts != nil))
                 guard let function else { return formulas.output(x) }
                 let asked: KeyValuePairs<String, (any BlockForward) throws -> [MLXArray]> = [
@@ -208,7 +207,7 @@ import Testing
         func compare() throws {
             let architecture = fixture.bundle.architecture
             #expect(
-                Machine.mixerTokens(architecture, fixture.length, .cpu) <= tokens || !architecture.owners.isEmpty)
+                Schedule.mixerTokens(architecture, fixture.length, .cpu) <= tokens || !architecture.owners.isEmpty)
             let trainer = try fixture.trainer(.mesp, plan: plan)
             let loss = try fixture.backpropagate(trainer) { block, gradient in
                 let error = relativeError(gradient, try fixture.array("grad.\(block)"))
@@ -216,7 +215,7 @@ import Testing
             }
             #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < 1e-5)
         }
-        try Machine.$segmentTokens.withValue(tokens) {
+        try Schedule.$segmentTokens.withValue(tokens) {
             try compare()
             var processor = Processor.cpu
             processor.attendsByTiles = false
@@ -327,10 +326,8 @@ import Testing
         for block in model.blocks {
             let lora = try model.parameters(block)
             x = try fixture.bundle.withBlock(block) { weights in
-                let call = try model.makeForwardCall(block, weights, lora, context, x)
-                let formulas = model.block(call, x)
-                let function = try model.function(block, x, \.packed)?(
-                    call, model.layouts[block], scale: model.scale)
+                let formulas = try model.makeForwardBlock(block, weights, lora, context, x)
+                let function = try model.function(block, x, \.packed)?(formulas)
                 guard let function else { return formulas.output(x) }
                 let (ours, expected) = (try function.outputs(x).list, formulas.outputs(x).list)
                 for (index, (a, b)) in zip(ours, expected).enumerated() {
@@ -553,7 +550,7 @@ import Testing
                 boundaries += 1
                 usleep(1000)
             }
-            let loss = try Machine.$mostWork.withValue(work) {
+            let loss = try Schedule.$mostWork.withValue(work) {
                 try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: 0).loss
             }
             return (boundaries, loss, try SavedState.vectors(of: trainer), trainer.clock.time.waiting)

@@ -123,11 +123,8 @@ extension RunSettings {
 
 extension BlockwiseModel {
     func block(_ index: Int, _ weights: BlockWeights, _ x: MLXArray) throws -> Block {
-        let call = BlockCall(index: index, weights: weights, lora: try parameters(index), side: .nothing)
-        return block(call, x.expandedDimensions(axis: 0))
+        Block(
+            weights: weights, lora: try parameters(index), layout: layouts[index], scale: scale,
+            schedule: schedule(x.expandedDimensions(axis: 0)))
     }
-}
-
-extension SideInputs {
-    static var nothing: SideInputs { SideInputs(records: nil, perLayer: nil, shared: nil) }
 }

@@ -17,7 +17,7 @@ extension LoRAGradients: Arrays {
 ///
 /// In a backward pass, a CPU evaluates each part. A GPU evaluates parts only with a `pause`, because it would be idle between evaluations. Instead,
 /// `reduce` makes each part depend on the part before, so that `Memory.memoryLimit` bounds the temporary arrays.
-extension Machine {
+extension Schedule {
     @discardableResult func part<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
         if evaluatesParts || pause != nil { submit(allArrays(repeat each results)) }
         pause?()
@@ -63,10 +63,13 @@ extension Machine {
         return Array(depends(inputs: first + inputs, dependencies: others).dropFirst(first.count))
     }
 
-    /// Returns the result of `body` for each piece of `0..<count`. If there are several pieces, each result is evaluated, on a GPU too.
+    /// Returns the result of `body` for each piece. If there are several pieces, each result is evaluated, on a GPU too.
     func each<R: Arrays>(of count: Int, size: Int, _ body: (Range<Int>) throws -> R) rethrows -> [R] {
-        let pieces = tiles(of: count, size: size)
-        return try pieces.map {
+        try each(tiles(of: count, size: size), body)
+    }
+
+    func each<R: Arrays>(_ pieces: [Range<Int>], _ body: (Range<Int>) throws -> R) rethrows -> [R] {
+        try pieces.map {
             let result = try body($0)
             if pieces.count > 1 { submit(result.arrays) }
             return result
@@ -122,25 +125,6 @@ private func allArrays<each R: Arrays>(_ results: repeat each R) -> [MLXArray] {
     var all = [MLXArray]()
     for result in repeat each results { all += result.arrays }
     return all
-}
-
-extension ModelBundle {
-    func computed<R: Arrays>(with file: Manifest.PackedFile, _ body: (PackedWeights) throws -> R) throws -> R {
-        try withWeights(file) {
-            let result = try body($0)
-            eval(result.arrays)
-            return result
-        }
-    }
-}
-
-/// Computes and evaluates arrays from some rows of a mapped file, on the CPU. For a GPU kernel, Metal would hold the whole file in memory.
-func readRows<R: Arrays>(_ body: () -> R) -> R {
-    Device.withDefaultDevice(.cpu) {
-        let rows = body()
-        eval(rows.arrays)
-        return rows
-    }
 }
 
 /// Evaluates arrays, as MLX's function does, unless the piece of work was interrupted (`MLXErrors.interrupt`).

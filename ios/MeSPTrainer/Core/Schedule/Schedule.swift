@@ -2,7 +2,7 @@ import MLX
 import MeSPBundle
 
 /// A processor, and the tile sizes of computations on it for one sequence length. The sizes keep temporary arrays small.
-package struct Machine {
+package struct Schedule {
     package let processor: Processor
     let bytes: Int
     var projectionRows = Int.max
@@ -32,10 +32,10 @@ package struct Machine {
         evaluatesParts = evaluatesTiles
     }
 
-    var forForwardPass: Machine {
-        var machine = self
-        machine.evaluatesParts = false
-        return machine
+    var forForwardPass: Schedule {
+        var schedule = self
+        schedule.evaluatesParts = false
+        return schedule
     }
 
     package static let uncut = Int.max / 2

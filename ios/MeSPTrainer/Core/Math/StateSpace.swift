@@ -11,7 +11,7 @@ import MLX
 ///     Π = Γ ∘ C Bᵀ        Y = γ (C Sᵀ) + Π U        S₊ = γ_last S + (δ U)ᵀ B
 ///
 /// γ and δ are columns.
-package struct StateSpace {
+package struct StateSpace: Arrays {
     /// U `[chunks, rows, heads, P]`
     private let u: MLXArray
     /// B and C `[chunks, rows, N]`
@@ -20,19 +20,19 @@ package struct StateSpace {
     private let cb: MLXArray
     private let decays: ChunkDecays
     private let length: Int
-    private let machine: Machine
+
+    var arrays: [MLXArray] { decays.arrays + [cb] }
 
     /// Divides the tokens into chunks. All arrays are in float32.
     /// - Parameters:
     ///   - u: `[n, heads, P]`
     ///   - logDecay: κ ≤ 0, `[n, heads]`
     ///   - b, c: `[n, N]`
-    init(u: MLXArray, logDecay: MLXArray, b: MLXArray, c: MLXArray, machine: Machine) {
-        (length, self.machine) = (u.dim(0), machine)
+    init(u: MLXArray, logDecay: MLXArray, b: MLXArray, c: MLXArray) {
+        length = u.dim(0)
         (self.u, self.b, self.c) = (ChunkDecays.chunked(u), ChunkDecays.chunked(b), ChunkDecays.chunked(c))
-        (decays, cb) = machine.part(
-            ChunkDecays(swapped(ChunkDecays.chunked(logDecay.expandedDimensions(axis: -1)))),
-            matmul(self.c, transposed(self.b)).expandedDimensions(axis: 1))
+        decays = ChunkDecays(swapped(ChunkDecays.chunked(logDecay.expandedDimensions(axis: -1))))
+        cb = matmul(self.c, transposed(self.b)).expandedDimensions(axis: 1)
     }
 
     // MARK: - Forward
@@ -57,45 +57,64 @@ package struct StateSpace {
 
     // MARK: - Backward
 
-    /// Returns the gradients of u, κ, B and C for a sequence that began with S = 0. From the last chunk to the first, it computes
-    ///
-    ///     dS = γ_last dS₊ + (γ dY)ᵀ C
-    ///
-    /// and for all chunks at once
-    ///
-    ///     dΠ = dY Uᵀ        dU = Πᵀ dY + δ (B dS₊ᵀ)
-    ///     dC = (γ dY) S + (Γ ∘ dΠ) B        dB = (Γ ∘ dΠ)ᵀ C + (δ U) dS₊
-    ///
-    /// dB and dC are summed over the heads. `ChunkDecays` computes dκ from
-    ///
-    ///     Γ ∘ dΓ = Γ ∘ dΠ ∘ C Bᵀ        γ dγ = rowsum(γ dY ∘ C Sᵀ)        δ dδ = rowsum(U ∘ δ B dS₊ᵀ)        dγ_last = ⟨S, dS₊⟩
-    ///
-    /// - Returns: du `[T, heads, P]`, dκ `[T, heads]`, dB and dC `[T, N]`, in float32.
-    func backward(dY: MLXArray) -> (du: MLXArray, dLogDecay: MLXArray, dB: MLXArray, dC: MLXArray) {
-        let dY = ChunkDecays.chunked(dY)
-        let (start, end) = (swapped(decays.start), swapped(decays.end))
+    // The gradients of u, κ, B and C for a sequence that began with S = 0. From the last chunk to the first, it computes
+    //
+    //     dS = γ_last dS₊ + (γ dY)ᵀ C
+    //
+    // and for all chunks at once
+    //
+    //     dΠ = dY Uᵀ        dU = Πᵀ dY + δ (B dS₊ᵀ)
+    //     dC = (γ dY) S + (Γ ∘ dΠ) B        dB = (Γ ∘ dΠ)ᵀ C + (δ U) dS₊
+    //
+    // dB and dC are summed over the heads. `ChunkDecays` computes dκ from
+    //
+    //     Γ ∘ dΓ = Γ ∘ dΠ ∘ C Bᵀ        γ dγ = rowsum(γ dY ∘ C Sᵀ)        δ dδ = rowsum(U ∘ δ B dS₊ᵀ)        dγ_last = ⟨S, dS₊⟩
+
+    /// The arrays that pass between the chunks.
+    struct StateGradients: Arrays {
+        /// S and dS₊ `[chunks, heads, P, N]`, γ dY `[chunks, rows, heads, P]`, and γ_last dγ_last `[chunks, heads, 1, 1]`.
+        let states, dStates, dStart, inWhole: MLXArray
+
+        var arrays: [MLXArray] { [states, dStates, dStart, inWhole] }
+    }
+
+    /// - Parameter dY: `[chunks, rows, heads, P]`
+    func statesBackward(dY: MLXArray) -> StateGradients {
         var s = MLXArray.zeros([u.dim(2), u.dim(3), b.dim(-1)])
         let states = chunkStates(&s)
-        let dStart = start * dY
+        let dStart = swapped(decays.start) * dY
         let dStates = statesBackward(matmul(transposed(wide(dStart)), c), like: s)
-        let inWhole = decays.whole * dot(states, dStates)
-        machine.part(states, dStates, dStart, inWhole)
+        return StateGradients(
+            states: states, dStates: dStates, dStart: dStart, inWhole: decays.whole * dot(states, dStates))
+    }
 
-        let inStart = rowsum(dStart, matmul(c, transposed(flat(states))).reshaped(u.shape))
-        let dCStart = matmul(wide(dStart), flat(states))
-        let fromEnd = end * matmul(b, transposed(flat(dStates))).reshaped(u.shape)
-        let inEnd = rowsum(u, fromEnd)
-        let dBEnd = matmul(wide(end * u), flat(dStates))
-        machine.part(inStart, dCStart, fromEnd, inEnd, dBEnd)
+    /// The terms that read the states.
+    struct StateTerms: Arrays {
+        /// γ dγ and δ dδ `[chunks, rows, heads, 1]`, (γ dY) S and (δ U) dS₊ `[chunks, rows, N]`, and δ (B dS₊ᵀ) `[chunks, rows, heads, P]`.
+        let inStart, inEnd, dCStart, dBEnd, fromEnd: MLXArray
 
+        var arrays: [MLXArray] { [inStart, dCStart, fromEnd, inEnd, dBEnd] }
+    }
+
+    func termsBackward(_ d: StateGradients) -> StateTerms {
+        let end = swapped(decays.end)
+        let fromEnd = end * matmul(b, transposed(flat(d.dStates))).reshaped(u.shape)
+        return StateTerms(
+            inStart: rowsum(d.dStart, matmul(c, transposed(flat(d.states))).reshaped(u.shape)),
+            inEnd: rowsum(u, fromEnd), dCStart: matmul(wide(d.dStart), flat(d.states)),
+            dBEnd: matmul(wide(end * u), flat(d.dStates)), fromEnd: fromEnd)
+    }
+
+    /// Returns du `[T, heads, P]`, dκ `[T, heads, 1]`, dB and dC `[T, N]`, in float32.
+    func inputsBackward(dY: MLXArray, inWhole: MLXArray, _ terms: StateTerms) -> [MLXArray] {
         let dPi = decays.gamma * matmul(swapped(dY), transposed(swapped(u)))
         let ofHeads = dPi.sum(axis: 1)
-        let du = fromEnd + swapped(matmul(transposed(decays.gamma * cb), swapped(dY)))
+        let du = terms.fromEnd + swapped(matmul(transposed(decays.gamma * cb), swapped(dY)))
         let dLogDecay = decays.backward(
-            inGamma: dPi * cb, inStart: swapped(inStart), inEnd: swapped(inEnd), inWhole: inWhole)
-        let results = machine.part(
-            [du, swapped(dLogDecay), addMM(dBEnd, transposed(ofHeads), c), addMM(dCStart, ofHeads, b)].map(byToken))
-        return (results[0], results[1].squeezed(axis: -1), results[2], results[3])
+            inGamma: dPi * cb, inStart: swapped(terms.inStart), inEnd: swapped(terms.inEnd), inWhole: inWhole)
+        return [
+            du, swapped(dLogDecay), addMM(terms.dBEnd, transposed(ofHeads), c), addMM(terms.dCStart, ofHeads, b),
+        ].map(byToken)
     }
 
     /// Returns dS₊ after each chunk, `[chunks, heads, P, N]`.

@@ -8,13 +8,13 @@ import MeSPBundle
 extension Block {
     func mixtureOfExperts(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
         // The backward pass uses the same tiles, so that the router chooses the same experts.
-        let parts = tiles(of: mlpIn.dim(0), size: machine.mlpTokens).map { rows in
+        let parts = tiles(of: mlpIn.dim(0), size: schedule.mlpTokens).map { rows in
             let (x, block) = (mlpIn[rows].asType(.float32), from(rows.lowerBound))
-            let routed = Routed(experts, weights, x, most: most(rows.count), machine)
+            let routed = Routed(experts, weights, x, most: most(rows.count), schedule)
             var none = [MLXArray]()
-            return machine.reduce(routed.byExpert, MLXArray.zeros(x.shape), reading: &none) { y, pairs, _ in
-                let out = block.expert(experts, pairs)(
-                    x[pairs.tokens], by: features(experts, of: pairs), addedTo: nil, machine: machine)
+            return schedule.reduce(routed.byExpert, MLXArray.zeros(x.shape), reading: &none) { y, pairs, _ in
+                let out = tiled(block.expert(experts, pairs))(
+                    x[pairs.tokens], features: features(experts, of: pairs), addedTo: nil)
                 y = y.at[pairs.tokens].add(routed.weights(pairs) * out)
             }
         }
@@ -26,24 +26,24 @@ extension Block {
         _ gradients: inout LoRAGradients
     ) {
         let x = mlpIn.asType(.float32)
-        let routed = Routed(experts, weights, x, most: most(mlpIn.dim(0)), machine)
+        let routed = Routed(experts, weights, x, most: most(mlpIn.dim(0)), schedule)
         var dws = [MLXArray]()
         for pairs in routed.byExpert {
-            let d = expert(experts, pairs).backward(
+            let d = tiled(expert(experts, pairs)).backward(
                 x[pairs.tokens], dy: dy[pairs.tokens], w: routed.weights(pairs), wantsA: wantsA,
-                tile: (pairs.count, features(experts, of: pairs)), machine: machine)
+                tile: (pairs.count, features(experts, of: pairs)))
             dx = dx.at[pairs.tokens].add(d.dx)
             dws += d.dw.arrays
             gradients.experts[pairs.expert, default: LoRAGradients()].add(d.gradients)
-            machine.part(dx, gradients.experts[pairs.expert])
+            schedule.part(dx, gradients.experts[pairs.expert])
         }
-        dx = machine.stage(
+        dx = schedule.stage(
             weights.router(experts).applyTransposed(routed.backward(dw: concatenated(dws)), addedTo: dx))
     }
 
     private func expert(_ experts: Experts, _ pairs: Routed.Pairs) -> GatedMLP {
         func linear(_ weight: QuantizedMatrix, _ projection: Projection) -> LoRALinear {
-            self.linear(weight, projection, expert: pairs.expert, tokens: pairs.positions)
+            layer(weight, projection, expert: pairs.expert, tokens: pairs.positions)
         }
         let (gate, up, down) = weights.expert(experts, pairs.expert)
         return GatedMLP(
@@ -57,7 +57,7 @@ extension Block {
 
     /// Fewer tokens allow more features.
     private func features(_ experts: Experts, of pairs: Routed.Pairs) -> Int {
-        min(machine.features, experts.intermediateSize) * max(1, machine.mlpTokens / pairs.count)
+        min(schedule.features, experts.intermediateSize) * max(1, schedule.mlpTokens / pairs.count)
     }
 }
 
@@ -85,7 +85,7 @@ private struct Routed {
     /// - Parameters:
     ///   - x: `[T, hidden]`, in float32
     ///   - most: the maximum number of tokens in an element of `byExpert`
-    init(_ experts: Experts, _ weights: BlockWeights, _ x: MLXArray, most: Int, _ machine: Machine) {
+    init(_ experts: Experts, _ weights: BlockWeights, _ x: MLXArray, most: Int, _ schedule: Schedule) {
         self.experts = experts
         let (all, perToken) = (weights.router(experts).apply(x), Int32(experts.numExpertsPerTok))
         // The numbers are addresses, so they are confirmed. After an MLX error they cannot be read. Then any experts are used, because the block's
@@ -94,7 +94,7 @@ private struct Routed {
             (try? weights.chosen(experts, all).numbers(Int32.self))
             ?? (0..<Int32(x.dim(0)) * perToken).map { $0 % Int32(experts.numExperts) }
         let z = takeAlong(all, .of(chosen, [x.dim(0), Int(perToken)]), axis: -1)
-        (self.z, w) = machine.part(z, experts.weights(z))
+        (self.z, w) = schedule.part(z, experts.weights(z))
         var places = [[Int32]](repeating: [], count: experts.numExperts)
         for (place, expert) in chosen.enumerated() { places[Int(expert)].append(Int32(place)) }
         byExpert = places.enumerated().flatMap { expert, places in

@@ -1,7 +1,7 @@
 import MLX
 import MeSPBundle
 
-extension Machine {
+extension Schedule {
     /// Returns the possible sizes of temporary arrays in bytes, the largest first. On a GPU the sizes grow with the sequence length up to a limit, so
     /// that the number of kernels hardly depends on the length.
     static func choices(_ processor: Processor, hiddenSize: Int, length: Int) -> [Int] {

@@ -28,13 +28,31 @@ extension ModelBundle {
     ) throws -> MLXArray {
         try withBlock(block) { weights in
             let squares = weights.squaredNorms(layout)
-            let machine = Machine(
+            let schedule = Schedule(
                 architecture, group: manifest.featureGroup, length: 1, bytes: 1 << 20, processor: processor)
-            let scaled = DoRA(
-                weights, try read(layout.base(sqrt(squares))), layout, scale: scale, squares: squares, machine: machine
-            ).scaled
+            let lora = try read(layout.base(sqrt(squares)))
+            let norms = schedule.norms(weights, lora, layout, scale: scale, squares: squares)
+            let scaled = DoRA(lora, layout, norms: norms).scaled
             eval(scaled)
             return scaled
         }
+    }
+}
+
+extension Schedule {
+    /// Returns n of all modules with magnitudes; see `DoRA`.
+    ///
+    /// - Parameter squares: the squared norms of the rows of W of all modules, from `BlockWeights.squaredNorms`
+    func norms(
+        _ weights: BlockWeights, _ lora: MLXArray, _ layout: LoRALayout, scale: Float, squares: MLXArray
+    ) -> MLXArray {
+        concatenated(
+            layout.modules.compactMap { module in
+                guard let squares = layout.magnitudes(module, in: squares) else { return nil }
+                let (w, scaled) = (weights.matrix(module), DoRA.Scaled(layout.matrices(module, in: lora), scale: scale))
+                let wA = concatenated(
+                    each(of: w.rows, size: projectionRows) { w.rows($0).apply(scaled.a.T, as: .float32) }, axis: 1)
+                return scaled.norms(squares: squares, wA: wA)
+            })
     }
 }

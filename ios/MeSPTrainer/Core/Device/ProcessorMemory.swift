@@ -1,7 +1,7 @@
 import MeSPBundle
 
 /// A processor's memory in addition to the arrays that `Planner` counts. The constants of a CPU were fitted to peaks on Linux.
-struct MachineMemory: Sendable {
+struct ProcessorMemory: Sendable {
     /// The memory of the process once MLX has started, in bytes.
     let process: Int
     /// 1 if W is dequantized before a product, 0 if the product unpacks it.
@@ -29,16 +29,16 @@ struct MachineMemory: Sendable {
 
     /// Returns the bytes that attention's backward pass takes for scores. If attention is computed in tiles, the scores are P and dP of a tile's
     /// query rows, and the sums of dk and dv are included. Without fusion, two more arrays have P's size.
-    func scores(_ a: AttentionMixer, _ machine: Machine, length: Int) -> Int {
+    func scores(_ a: AttentionMixer, _ schedule: Schedule, length: Int) -> Int {
         if isOneOperation(a) { return 2 * min(32 * a.numAttentionHeads * length, 128 * max(length, 2048)) * 4 }
-        let heads = a.numAttentionHeads / a.numKeyValueHeads * min(machine.keyHeads, a.numKeyValueHeads)
-        return ((2 + 2 * unfused) * heads * min(machine.queryRows, length) + 4 * a.keyValueWidth) * length * 4
+        let heads = a.numAttentionHeads / a.numKeyValueHeads * min(schedule.keyHeads, a.numKeyValueHeads)
+        return ((2 + 2 * unfused) * heads * min(schedule.queryRows, length) + 4 * a.keyValueWidth) * length * 4
     }
 }
 
 extension Processor {
-    var memory: MachineMemory {
-        MachineMemory(
+    var memory: ProcessorMemory {
+        ProcessorMemory(
             process: backend == .gpu ? 6_750_000 : 5_000_000 + 1_000_000 * threads,
             dequantized: dequantizesInProduct ? 0 : 1, unfused: fuses ? 0 : 1, isOneOperation: hasOperation,
             metal: startsMetal ? MetalMemory[backend] ?? MetalMemory.assumed : nil, mapsAreClean: backend == .cpu,
@@ -57,7 +57,7 @@ extension Planner {
         let mixer = largest(lastInput)
         let ofMLP =
             architecture.hasExperts
-            ? 4 * gaps(hidden) / 3 : min(3_000_000, gaps(hidden / length * makeMachine(plan).mlpTokens))
+            ? 4 * gaps(hidden) / 3 : min(3_000_000, gaps(hidden / length * makeSchedule(plan).mlpTokens))
         return min(2_000_000, (lasting(plan) + held(plan)) / 16)
             + max(ofMLP, mixer > hidden ? gaps(mixer) : 0)
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)

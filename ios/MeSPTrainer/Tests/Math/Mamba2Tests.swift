@@ -64,8 +64,8 @@ import Testing
         return gated * rsqrt(gated.square().mean(axis: -1, keepDims: true) + mamba.norm.eps) * mamba.norm.weight
     }
 
-    private func machine(_ mamba: Mamba2, _ heads: Int, _ length: Int, _ processor: Processor = .cpu) -> Machine {
-        Machine(processor, bytes: heads * mamba.bytesOfHead(length))
+    private func schedule(_ mamba: Mamba2, _ heads: Int, _ length: Int, _ processor: Processor = .cpu) -> Schedule {
+        Schedule(processor, bytes: heads * mamba.bytesOfHead(length))
     }
 
     /// Expects that y and the gradients equal those of the recurrence: ‖found − expected‖ ≤ 1e-4 ‖expected‖.
@@ -75,9 +75,9 @@ import Testing
         let (y, expected) = vjp(
             { [sequential(mamba, $0)] }, primals: [inputs.z, inputs.xBC, inputs.dt], cotangents: [inputs.dy])
         var state = mamba.start(dtype: .float32)
-        let o = mamba(xBC: inputs.xBC, dt: inputs.dt, state: &state, machine: machine(mamba, tile, inputs.dt.dim(0)))
+        let o = Tiled(mamba, schedule(mamba, tile, inputs.dt.dim(0)))(xBC: inputs.xBC, dt: inputs.dt, state: &state)
         let (dO, dZ) = mamba.gatedNormBackward(o: o, z: inputs.z, dy: inputs.dy)
-        let d = mamba.backward(xBC: inputs.xBC, dt: inputs.dt, dO: dO, machine: machine(mamba, tile, inputs.dt.dim(0)))
+        let d = Tiled(mamba, schedule(mamba, tile, inputs.dt.dim(0))).backward(xBC: inputs.xBC, dt: inputs.dt, dO: dO)
         let found = [mamba.gatedNorm(o: o, z: inputs.z), dZ, d.dXBC, d.dDt]
         for (name, (found, expected)) in zip(["y", "dz", "dxBC", "ddt"], zip(found, y + expected)) {
             let error = (found - expected).square().sum().sqrt().item(Float.self)
@@ -115,8 +115,7 @@ import Testing
             let outputs = pieces.map { count in
                 let rows = start..<start + count
                 start += count
-                return mamba(
-                    xBC: inputs.xBC[rows], dt: inputs.dt[rows], state: &state, machine: Machine(.cpu, bytes: 1))
+                return Tiled(mamba, Schedule(.cpu, bytes: 1))(xBC: inputs.xBC[rows], dt: inputs.dt[rows], state: &state)
             }
             return (concatenated(outputs), state)
         }
@@ -130,8 +129,8 @@ import Testing
         let mamba = mamba(heads: 4, groups: 2)
         let i = Inputs(mamba, length: 130)
         func run(_ rows: Range<Int>, _ records: [Range<Int>]?) -> [MLXArray] {
-            let d = mamba.backward(
-                xBC: i.xBC[rows], dt: i.dt[rows], dO: i.dy[rows], records: records, machine: Machine(.cpu, bytes: 1))
+            let d = Tiled(mamba, Schedule(.cpu, bytes: 1)).backward(
+                xBC: i.xBC[rows], dt: i.dt[rows], dO: i.dy[rows], records: records)
             return [d.dXBC, d.dDt]
         }
         let records = [0..<1, 1..<70, 70..<130]
@@ -145,7 +144,7 @@ import Testing
         let mamba = mamba(heads: 6, groups: 2)
         let i = Inputs(mamba, length: 100)
         func run(_ tile: Int, _ processor: Processor) -> [MLXArray] {
-            let d = mamba.backward(xBC: i.xBC, dt: i.dt, dO: i.dy, machine: machine(mamba, tile, 100, processor))
+            let d = Tiled(mamba, schedule(mamba, tile, 100, processor)).backward(xBC: i.xBC, dt: i.dt, dO: i.dy)
             return [d.dXBC, d.dDt]
         }
         for (a, b) in zip(run(2, .gpu), run(3, .cpu)) { #expect(relativeError(a, b) < 1e-6) }
@@ -158,10 +157,10 @@ import Testing
             func stored(_ x: MLXArray) -> MLXArray { x.asType(.bfloat16).asType(dtype) }
             let (z, xBC, dt) = (stored(i.z), stored(i.xBC), stored(i.dt))
             var state = mamba.start(dtype: dtype)
-            let o = mamba(xBC: xBC, dt: dt, state: &state, machine: Machine(.cpu, bytes: 1))
+            let o = Tiled(mamba, Schedule(.cpu, bytes: 1))(xBC: xBC, dt: dt, state: &state)
             #expect(state.tail.dtype == dtype)
             let (dO, dZ) = mamba.gatedNormBackward(o: stored(o), z: z, dy: i.dy)
-            let d = mamba.backward(xBC: xBC, dt: dt, dO: dO, machine: Machine(.cpu, bytes: 1))
+            let d = Tiled(mamba, Schedule(.cpu, bytes: 1)).backward(xBC: xBC, dt: dt, dO: dO)
             return [o, mamba.gatedNorm(o: stored(o), z: z), dO, dZ, d.dXBC, d.dDt]
         }
         for (a, b) in zip(run(.bfloat16), run(.float32)) {
@@ -176,8 +175,7 @@ import Testing
         MLX.eval(inputs.xBC, inputs.dt, inputs.dy)
         let before = Memory.activeMemory
         Memory.peakMemory = 0
-        let d = mamba.backward(
-            xBC: inputs.xBC, dt: inputs.dt, dO: inputs.dy, machine: Machine(.cpu, bytes: bytes))
+        let d = Tiled(mamba, Schedule(.cpu, bytes: bytes)).backward(xBC: inputs.xBC, dt: inputs.dt, dO: inputs.dy)
         #expect(Memory.peakMemory - before < 2 * d.dXBC.nbytes + 7 * bytes)
     }
 }

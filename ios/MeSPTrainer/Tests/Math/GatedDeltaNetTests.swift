@@ -65,8 +65,9 @@ import Testing
         return normed.reshaped(z.shape) * z * sigmoid(z)
     }
 
-    private func machine(_ net: GatedDeltaNet, _ heads: Int, _ length: Int, _ processor: Processor = .cpu) -> Machine {
-        Machine(processor, bytes: heads * net.bytesOfHead(length))
+    private func schedule(_ net: GatedDeltaNet, _ heads: Int, _ length: Int, _ processor: Processor = .cpu) -> Schedule
+    {
+        Schedule(processor, bytes: heads * net.bytesOfHead(length))
     }
 
     /// Expects that y and the gradients equal those of the recurrence: ‖found − expected‖ ≤ 1e-4 ‖expected‖.
@@ -76,13 +77,12 @@ import Testing
         let (y, expected) = vjp(
             { [sequential(net, $0)] }, primals: [inputs.qkv, inputs.z, inputs.b, inputs.a], cotangents: [inputs.dy])
         var state = net.start(dtype: .float32)
-        let o = net(
-            qkv: inputs.qkv, b: inputs.b, a: inputs.a, state: &state, machine: machine(net, tile, inputs.qkv.dim(0)))
+        let o = Tiled(net, schedule(net, tile, inputs.qkv.dim(0)))(
+            qkv: inputs.qkv, b: inputs.b, a: inputs.a, state: &state)
         let (dO, dZ) = net.gatedNormBackward(o: o, z: inputs.z, dy: inputs.dy)
         var none: GatedDeltaNet.CarriedGradients?
-        let d = net.backward(
-            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: dO, carried: &none,
-            machine: machine(net, tile, inputs.qkv.dim(0)))
+        let d = Tiled(net, schedule(net, tile, inputs.qkv.dim(0))).backward(
+            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: dO, carried: &none)
         let found = [net.gatedNorm(o: o, z: inputs.z), d.dQKV, dZ, d.dB, d.dA]
         for (name, (found, expected)) in zip(["y", "dqkv", "dz", "db", "da"], zip(found, y + expected)) {
             let error = (found - expected).square().sum().sqrt().item(Float.self)
@@ -133,9 +133,8 @@ import Testing
             let outputs = pieces.map { count in
                 let rows = start..<start + count
                 start += count
-                return net(
-                    qkv: inputs.qkv[rows], b: inputs.b[rows], a: inputs.a[rows], state: &state,
-                    machine: Machine(.cpu, bytes: 1))
+                return Tiled(net, Schedule(.cpu, bytes: 1))(
+                    qkv: inputs.qkv[rows], b: inputs.b[rows], a: inputs.a[rows], state: &state)
             }
             return (concatenated(outputs), state)
         }
@@ -151,19 +150,18 @@ import Testing
         let net = net(keyHeads: 2, valueHeads: 4)
         let i = Inputs(net, length: 130)
         var none: GatedDeltaNet.CarriedGradients?
-        let whole = net.backward(qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, carried: &none, machine: machine(net, tile, 130))
+        let whole = Tiled(net, schedule(net, tile, 130)).backward(qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, carried: &none)
         var (state, segments) = (net.start(dtype: .float32), [(rows: Range<Int>, state: MixerState.Recurrent)]())
         for count in counts {
             let start = segments.last?.rows.upperBound ?? 0
             let rows = start..<start + count
             segments.append((rows, state))
-            _ = net(qkv: i.qkv[rows], b: i.b[rows], a: i.a[rows], state: &state, machine: machine(net, tile, 130))
+            _ = Tiled(net, schedule(net, tile, 130))(qkv: i.qkv[rows], b: i.b[rows], a: i.a[rows], state: &state)
         }
         var carried: GatedDeltaNet.CarriedGradients? = net.noCarriedGradients
         let parts = segments.reversed().map { rows, state in
-            net.backward(
-                qkv: i.qkv[rows], b: i.b[rows], a: i.a[rows], dO: i.dy[rows], before: state, carried: &carried,
-                machine: machine(net, tile, 130))
+            Tiled(net, schedule(net, tile, 130)).backward(
+                qkv: i.qkv[rows], b: i.b[rows], a: i.a[rows], dO: i.dy[rows], before: state, carried: &carried)
         }
         #expect(relativeError(concatenated(parts.map(\.dQKV).reversed()), whole.dQKV) < 1e-5)
         #expect(relativeError(concatenated(parts.map(\.dB).reversed()), whole.dB) < 1e-5)
@@ -176,8 +174,8 @@ import Testing
         let i = Inputs(net, length: 100)
         func run(_ tile: Int, _ processor: Processor) -> [MLXArray] {
             var none: GatedDeltaNet.CarriedGradients?
-            let d = net.backward(
-                qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, carried: &none, machine: machine(net, tile, 100, processor))
+            let d = Tiled(net, schedule(net, tile, 100, processor)).backward(
+                qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, carried: &none)
             return [d.dQKV, d.dB, d.dA]
         }
         for (a, b) in zip(run(2, .gpu), run(3, .cpu)) { #expect(relativeError(a, b) < 1e-6) }
@@ -190,11 +188,11 @@ import Testing
             func stored(_ x: MLXArray) -> MLXArray { x.asType(.bfloat16).asType(dtype) }
             let (qkv, z, b, a) = (stored(i.qkv), stored(i.z), stored(i.b), stored(i.a))
             var state = net.start(dtype: dtype)
-            let o = net(qkv: qkv, b: b, a: a, state: &state, machine: Machine(.cpu, bytes: 1))
+            let o = Tiled(net, Schedule(.cpu, bytes: 1))(qkv: qkv, b: b, a: a, state: &state)
             #expect(state.tail.dtype == dtype)
             let (dO, dZ) = net.gatedNormBackward(o: stored(o), z: z, dy: i.dy)
             var none: GatedDeltaNet.CarriedGradients?
-            let d = net.backward(qkv: qkv, b: b, a: a, dO: dO, carried: &none, machine: Machine(.cpu, bytes: 1))
+            let d = Tiled(net, Schedule(.cpu, bytes: 1)).backward(qkv: qkv, b: b, a: a, dO: dO, carried: &none)
             return [o, net.gatedNorm(o: stored(o), z: z), dO, dZ, d.dQKV, d.dB, d.dA]
         }
         for (a, b) in zip(run(.bfloat16), run(.float32)) {
@@ -210,9 +208,8 @@ import Testing
         let before = Memory.activeMemory
         Memory.peakMemory = 0
         var none: GatedDeltaNet.CarriedGradients?
-        let d = net.backward(
-            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: inputs.dy, carried: &none,
-            machine: Machine(.cpu, bytes: bytes))
+        let d = Tiled(net, Schedule(.cpu, bytes: bytes)).backward(
+            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: inputs.dy, carried: &none)
         #expect(Memory.peakMemory - before < d.dQKV.nbytes + 9 * bytes)
     }
 }

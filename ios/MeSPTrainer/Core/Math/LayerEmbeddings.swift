@@ -12,10 +12,8 @@ package struct LayerEmbeddings {
     private let x0: MLXArray
     private let size: Int
 
-    init(_ tokens: [Int32], x0: MLXArray, table: PackedWeights, _ architecture: Architecture, size: Int) {
-        (self.x0, self.size) = (x0, size)
-        rows = readRows { table.matrix("", inputs: architecture.numHiddenLayers * size).packedRows(.of(tokens)) }
-    }
+    /// - Parameter rows: the tokens' rows of the table
+    init(rows: QuantizedMatrix, x0: MLXArray, size: Int) { (self.rows, self.x0, self.size) = (rows, x0, size) }
 
     /// Returns p `[T, size]` of a layer.
     ///
@@ -28,19 +26,5 @@ package struct LayerEmbeddings {
         let r = norm(product * (1 / Float(hidden).squareRoot()))
         let p = (r + rows.columns(ofLayer).inFloat32 * Float(size).squareRoot()) * Float(0.5).squareRoot()
         return p.asType(dtype)
-    }
-}
-
-extension ModelBundle {
-    func layerEmbeddings(_ tokens: [Int32], x0: MLXArray) throws -> LayerEmbeddings? {
-        guard let size = architecture.perLayer?.size, let file = manifest.perLayerEmbedding else { return nil }
-        return try withWeights(file) {
-            LayerEmbeddings(tokens, x0: x0, table: $0, architecture, size: size)
-        }
-    }
-
-    func part(of embeddings: LayerEmbeddings?, layer: Int) throws -> MLXArray? {
-        guard let embeddings, let file = manifest.perLayerProjection else { return nil }
-        return try computed(with: file) { embeddings(layer, projection: $0, eps: architecture.rmsNormEps) }
     }
 }

@@ -20,8 +20,7 @@ package struct GatedDeltaRule {
     private let v: MLXArray
     /// κ and β, `[…, C, 1]` each.
     private let logDecay, beta: MLXArray
-    private let length: Int
-    private let machine: Machine
+    let length: Int
 
     /// Divides the tokens into chunks. All arrays are in float32.
     /// - Parameters:
@@ -29,127 +28,78 @@ package struct GatedDeltaRule {
     ///   - v: `[n, value_heads, value_dim]`; the value heads of a key head are consecutive
     ///   - logDecay: κ ≤ 0, `[n, value_heads]`
     ///   - beta: `[n, value_heads]`
-    init(q: MLXArray, k: MLXArray, v: MLXArray, logDecay: MLXArray, beta: MLXArray, machine: Machine) {
+    init(q: MLXArray, k: MLXArray, v: MLXArray, logDecay: MLXArray, beta: MLXArray) {
         let heads = k.dim(1)
         func chunked(_ x: MLXArray) -> MLXArray { Self.chunked(x, keyHeads: heads) }
         (self.q, self.k, self.v) = (chunked(q), chunked(k), chunked(v))
         (self.logDecay, self.beta) = (
             chunked(logDecay.expandedDimensions(axis: -1)), chunked(beta.expandedDimensions(axis: -1))
         )
-        (length, self.machine) = (k.dim(0), machine)
+        length = k.dim(0)
     }
 
     // MARK: - Forward
 
-    /// - Parameter state: S before the tokens, `[value_heads, key_dim, value_dim]` in float32; replaced by S after them
-    /// - Returns: o `[n, value_heads, value_dim]`, in float32.
-    func callAsFunction(state: inout MLXArray) -> MLXArray {
-        var s = byKeyHead(state)
-        let o = length == 1 ? step(&s) : byChunks(&s)
-        state = s.reshaped(state.shape)
-        return byToken(o)
-    }
-
-    private func step(_ s: inout MLXArray) -> MLXArray {
-        s = exp(logDecay) * s
+    /// Returns o `[1, value_heads, value_dim]` of one token, in float32.
+    /// - Parameter state: S before the token, `[value_heads, key_dim, value_dim]` in float32; replaced by S after it
+    func step(state: inout MLXArray) -> MLXArray {
+        var s = exp(logDecay) * byKeyHead(state)
         let d = beta * (v - matmul(k, s))
         s = addMM(s, transposed(k), d)
-        return matmul(q, s)
+        state = s.reshaped(state.shape)
+        return byToken(matmul(q, s))
     }
 
-    private func byChunks(_ s: inout MLXArray) -> MLXArray {
-        let c = Chunks(self)
-        let (d, states) = corrections(c, w: c.w(self), &s)
-        return addMM(c.start * matmul(q, states), c.gamma * c.qk, d)
+    /// Returns o `[n, value_heads, value_dim]`, in float32.
+    /// - Parameter state: S before the tokens; replaced by S after them
+    func output(_ c: Chunks, state: inout MLXArray) -> MLXArray {
+        let (d, states, s) = corrections(c, w: w(c), state: state)
+        state = s.reshaped(state.shape)
+        return byToken(addMM(c.start * matmul(q, states), c.gamma * c.qk, d))
     }
 
-    private func corrections(_ c: Chunks, w: MLXArray, _ s: inout MLXArray) -> (d: MLXArray, states: MLXArray) {
+    /// W
+    func w(_ c: Chunks) -> MLXArray { matmul(c.m, beta * c.start * k) }
+
+    /// Returns D and S of all chunks, and S after them.
+    func corrections(
+        _ c: Chunks, w: MLXArray, state: MLXArray
+    ) -> (d: MLXArray, states: MLXArray, s: MLXArray) {
         let (u, w, kEnd, whole) = (each(matmul(c.m, beta * v)), each(w), each(transposed(c.end * k)), each(c.whole))
-        var (d, states) = ([MLXArray](), [MLXArray]())
+        var (d, states, s) = ([MLXArray](), [MLXArray](), byKeyHead(state))
         for n in u.indices {
             states.append(s)
             d.append(addMM(u[n], w[n], s, alpha: -1))
             s = addMM(whole[n] * s, kEnd[n], d[n])
         }
-        return (concatenated(d), concatenated(states))
+        return (concatenated(d), concatenated(states), s)
     }
 
     // MARK: - Backward
 
-    /// Returns the gradients of q, k, v, κ and β. From the last chunk to the first, it computes
-    ///
-    ///     dD = Pᵀ dO + δ K dS₊        dS = γ_C dS₊ + (γ Q)ᵀ dO − Wᵀ dD
-    ///
-    /// and for all chunks at once
-    ///
-    ///     Z = Mᵀ dD        dV = β Z        β dβ = rowsum(Z ∘ D)
-    ///     dP = dO Dᵀ        dA = −dV Dᵀ below the diagonal
-    ///     dQ = γ dO Sᵀ + (Γ ∘ dP) K
-    ///     dK = δ D dS₊ᵀ − γ dV Sᵀ + (Γ ∘ dA + (Γ ∘ dA)ᵀ) K + (Γ ∘ dP)ᵀ Q
-    ///
-    /// dQ and dK are summed over a key head's value heads. `ChunkDecays` computes dκ from
-    ///
-    ///     Γ ∘ dΓ = Γ ∘ (dP ∘ Q Kᵀ + dA ∘ K Kᵀ)        γ dγ = rowsum(Q ∘ γ dO Sᵀ − K ∘ γ dV Sᵀ)
-    ///     δ dδ = rowsum(K ∘ δ D dS₊ᵀ)        dγ_C = ⟨S, dS₊⟩
-    ///
+    // The gradients of q, k, v, κ and β. From the last chunk to the first:
+    //
+    //     dD = Pᵀ dO + δ K dS₊        dS = γ_C dS₊ + (γ Q)ᵀ dO − Wᵀ dD
+    //
+    // and for all chunks at once
+    //
+    //     Z = Mᵀ dD        dV = β Z        β dβ = rowsum(Z ∘ D)
+    //     dP = dO Dᵀ        dA = −dV Dᵀ below the diagonal
+    //     dQ = γ dO Sᵀ + (Γ ∘ dP) K
+    //     dK = δ D dS₊ᵀ − γ dV Sᵀ + (Γ ∘ dA + (Γ ∘ dA)ᵀ) K + (Γ ∘ dP)ᵀ Q
+    //
+    // dQ and dK are summed over a key head's value heads. `ChunkDecays` computes dκ from
+    //
+    //     Γ ∘ dΓ = Γ ∘ (dP ∘ Q Kᵀ + dA ∘ K Kᵀ)        γ dγ = rowsum(Q ∘ γ dO Sᵀ − K ∘ γ dV Sᵀ)
+    //     δ dδ = rowsum(K ∘ δ D dS₊ᵀ)        dγ_C = ⟨S, dS₊⟩
+
+    /// Returns dD and dS₊ of all chunks.
     /// - Parameters:
-    ///   - state: S before the tokens, `[value_heads, key_dim, value_dim]`
+    ///   - dO: `chunked`
     ///   - dState: the gradient of S after the tokens, replaced by the gradient of S before them
-    /// - Returns: dq and dk `[T, key_heads, key_dim]`, dv `[T, value_heads, value_dim]`, dκ and β dβ `[T, value_heads]`, in float32.
-    func backward(dO: MLXArray, state: MLXArray, dState: inout MLXArray)
-        -> (dq: MLXArray, dk: MLXArray, dv: MLXArray, dLogDecay: MLXArray, betaDBeta: MLXArray)
-    {
-        let c = Chunks(self)
-        let dO = Self.chunked(dO, keyHeads: k.dim(1))
-        let (d, states, dv, betaDBeta, dStates) = recurrenceBackward(c, dO, state, &dState)
-        let (inAll, dP, dA) = machine.part(
-            c.whole * dot(states, dStates), Self.product([matmul(dO, transposed(d)), c.gamma]),
-            Self.product([matmul(dv, transposed(d)), c.gamma, -c.below]))
-
-        let dQStart = c.start * matmul(dO, transposed(states))
-        let (dq, inQStart) = machine.part(overValueHeads(addMM(dQStart, dP, k)), rowsum(q, dQStart))
-        let gammaDVS = c.start * matmul(dv, transposed(states))
-        let (dKStart, inKStart) = machine.part(gammaDVS, rowsum(k, gammaDVS))
-        let dKEnd = c.end * matmul(d, transposed(dStates))
-        let inEnd = rowsum(k, dKEnd)
-        let dk = overValueHeads(
-            addMM(addMM(dKEnd - dKStart, dA + transposed(dA), k), transposed(dP), q))
-        let dLogDecay = c.decays.backward(
-            inGamma: Self.sumOfProducts([dP, c.qk, dA, c.kk]), inStart: inQStart - inKStart, inEnd: inEnd,
-            inWhole: inAll)
-        let results = machine.part([dq, dk, dv, dLogDecay, betaDBeta].map(byToken))
-        return (
-            results[0], results[1], results[2], results[3].squeezed(axis: -1), results[4].squeezed(axis: -1)
-        )
-    }
-
-    private func overValueHeads(_ x: MLXArray) -> MLXArray { x.dim(2) == 1 ? x : x.sum(axis: 2, keepDims: true) }
-
-    private func rowsum(_ x: MLXArray, _ y: MLXArray) -> MLXArray { (x * y).sum(axis: -1, keepDims: true) }
-
-    /// Returns ⟨S, dS₊⟩ of each chunk, `[…, 1, 1]`, as a matrix product, which needs no array S ∘ dS₊.
-    private func dot(_ x: MLXArray, _ y: MLXArray) -> MLXArray {
-        let shape = Array(x.shape[..<3])
-        return matmul(x.reshaped(shape + [1, -1]), y.reshaped(shape + [-1, 1]))
-    }
-
-    private func recurrenceBackward(_ c: Chunks, _ dO: MLXArray, _ state: MLXArray, _ dState: inout MLXArray)
-        -> (d: MLXArray, states: MLXArray, dv: MLXArray, betaDBeta: MLXArray, dStates: MLXArray)
-    {
-        let w = c.w(self)
-        var s = byKeyHead(state)
-        let (d, states) = corrections(c, w: w, &s)
-        machine.part(w, d, states)
-        let (dD, dStates) = statesBackward(c, w: w, dO, &dState)
-        machine.part(dD, dStates, dState)
-        let z = matmul(transposed(c.m), dD)
-        let (dv, betaDBeta) = machine.part(beta * z, rowsum(z, d))
-        return (d, states, dv, betaDBeta, dStates)
-    }
-
-    private func statesBackward(_ c: Chunks, w: MLXArray, _ dO: MLXArray, _ dState: inout MLXArray)
-        -> (dD: MLXArray, dStates: MLXArray)
-    {
+    func statesBackward(
+        _ c: Chunks, w: MLXArray, _ dO: MLXArray, dState: inout MLXArray
+    ) -> (dD: MLXArray, dStates: MLXArray) {
         let (pDO, kEnd) = (each(matmul(transposed(c.gamma * c.qk), dO)), each(c.end * k))
         let (qStart, w, dO, whole) = (each(transposed(c.start * q)), each(transposed(w)), each(dO), each(c.whole))
         var (dD, dStates) = ([MLXArray](), [MLXArray]())
@@ -163,31 +113,87 @@ package struct GatedDeltaRule {
         return (concatenated(dD), concatenated(dStates))
     }
 
+    func valuesBackward(_ c: Chunks, d: MLXArray, dD: MLXArray) -> (dv: MLXArray, betaDBeta: MLXArray) {
+        let z = matmul(transposed(c.m), dD)
+        return (beta * z, rowsum(z, d))
+    }
+
+    /// Returns γ_C dγ_C, Γ ∘ dP and Γ ∘ dA.
+    func productsBackward(
+        _ c: Chunks, _ dO: MLXArray, d: MLXArray, states: MLXArray, dv: MLXArray, dStates: MLXArray
+    ) -> (inWhole: MLXArray, dP: MLXArray, dA: MLXArray) {
+        (
+            c.whole * dot(states, dStates), Self.product([matmul(dO, transposed(d)), c.gamma]),
+            Self.product([matmul(dv, transposed(d)), c.gamma, -c.below])
+        )
+    }
+
+    /// Returns dQ and its term of γ dγ.
+    func queriesBackward(
+        _ c: Chunks, _ dO: MLXArray, states: MLXArray, dP: MLXArray
+    ) -> (dq: MLXArray, inStart: MLXArray) {
+        let dQStart = c.start * matmul(dO, transposed(states))
+        return (overValueHeads(addMM(dQStart, dP, k)), rowsum(q, dQStart))
+    }
+
+    /// Returns γ dV Sᵀ and its term of −γ dγ.
+    func startBackward(_ c: Chunks, states: MLXArray, dv: MLXArray) -> (dk: MLXArray, inStart: MLXArray) {
+        let gammaDVS = c.start * matmul(dv, transposed(states))
+        return (gammaDVS, rowsum(k, gammaDVS))
+    }
+
+    /// Returns dK and dκ.
+    /// - Parameter start: the result of `startBackward`
+    func keysBackward(
+        _ c: Chunks, d: MLXArray, dStates: MLXArray, dP: MLXArray, dA: MLXArray, inWhole: MLXArray,
+        inQStart: MLXArray, start: (dk: MLXArray, inStart: MLXArray)
+    ) -> (dk: MLXArray, dLogDecay: MLXArray) {
+        let dKEnd = c.end * matmul(d, transposed(dStates))
+        let inEnd = rowsum(k, dKEnd)
+        let dk = overValueHeads(addMM(addMM(dKEnd - start.dk, dA + transposed(dA), k), transposed(dP), q))
+        let dLogDecay = c.decays.backward(
+            inGamma: Self.sumOfProducts([dP, c.qk, dA, c.kk]), inStart: inQStart - start.inStart, inEnd: inEnd,
+            inWhole: inWhole)
+        return (dk, dLogDecay)
+    }
+
+    private func overValueHeads(_ x: MLXArray) -> MLXArray { x.dim(2) == 1 ? x : x.sum(axis: 2, keepDims: true) }
+
+    private func rowsum(_ x: MLXArray, _ y: MLXArray) -> MLXArray { (x * y).sum(axis: -1, keepDims: true) }
+
+    /// Returns ⟨S, dS₊⟩ of each chunk, `[…, 1, 1]`, as a matrix product, which needs no array S ∘ dS₊.
+    private func dot(_ x: MLXArray, _ y: MLXArray) -> MLXArray {
+        let shape = Array(x.shape[..<3])
+        return matmul(x.reshaped(shape + [1, -1]), y.reshaped(shape + [-1, 1]))
+    }
+
     private static let product = Fused { $0.dropFirst().reduce($0[0]) { $0 * $1 } }
     private static let sumOfProducts = Fused { $0[0] * $0[1] + $0[2] * $0[3] }
 
     // MARK: - Chunks
 
-    private struct Chunks {
+    /// The arrays of all chunks that do not depend on a state.
+    struct Chunks: Arrays {
         let decays: ChunkDecays
-        let qk, kk: MLXArray
-        let m: MLXArray
+        /// Q Kᵀ, K Kᵀ and M.
+        let qk, kk, m: MLXArray
         var gamma: MLXArray { decays.gamma }
         var start: MLXArray { decays.start }
         var end: MLXArray { decays.end }
         var whole: MLXArray { decays.whole }
         var below: MLXArray { decays.below }
 
-        init(_ rule: GatedDeltaRule) {
-            let ofKeys = matmul(rule.k, transposed(rule.k))
-            let decays = ChunkDecays(rule.logDecay)
-            (self.decays, qk, kk, m) = rule.machine.part(
-                decays, matmul(rule.q, transposed(rule.k)), ofKeys,
-                inverse(GatedDeltaRule.product([ofKeys, decays.gamma, rule.beta, decays.below])))
-        }
-
-        func w(_ rule: GatedDeltaRule) -> MLXArray { matmul(m, rule.beta * start * rule.k) }
+        var arrays: [MLXArray] { decays.arrays + [qk, kk, m] }
     }
+
+    var chunks: Chunks {
+        let (kk, decays) = (matmul(k, transposed(k)), ChunkDecays(logDecay))
+        return Chunks(
+            decays: decays, qk: matmul(q, transposed(k)), kk: kk,
+            m: inverse(Self.product([kk, decays.gamma, beta, decays.below])))
+    }
+
+    func chunked(_ x: MLXArray) -> MLXArray { Self.chunked(x, keyHeads: k.dim(1)) }
 
     /// Reshapes `[n, heads, d]` to `[chunks, key_heads, value heads of each, C, d]`.
     private static func chunked(_ x: MLXArray, keyHeads: Int) -> MLXArray {
@@ -204,7 +210,7 @@ package struct GatedDeltaRule {
     private func each(_ x: MLXArray) -> [MLXArray] { x.split(parts: x.dim(0)) }
 
     /// Reshapes `[chunks, key_heads, value heads of each, C, d]` to `[n, heads, d]`.
-    private func byToken(_ x: MLXArray) -> MLXArray {
+    func byToken(_ x: MLXArray) -> MLXArray {
         x.transposed(axes: [0, 3, 1, 2, 4]).reshaped([-1, x.dim(1) * x.dim(2), x.dim(4)])[0..<length]
     }
 }

@@ -15,33 +15,26 @@ struct DoRA {
     /// n of all modules with magnitudes. It is ∞ for a row of zeros, and NaN where n² is too large for float32.
     let norms: MLXArray
 
-    /// - Parameters:
-    ///   - squares: the squared norms of the rows of W of all modules, from `BlockWeights.squaredNorms`
-    init(
-        _ weights: BlockWeights, _ lora: MLXArray, _ layout: LoRALayout, scale: Float, norms: MLXArray? = nil,
-        squares: MLXArray, machine: Machine
-    ) {
-        (self.layout, self.lora) = (layout, lora)
-        if let norms {
-            self.norms = norms
-            return
+    init(_ lora: MLXArray, _ layout: LoRALayout, norms: MLXArray) {
+        (self.lora, self.layout, self.norms) = (lora, layout, norms)
+    }
+
+    /// A column of A and the row of s B that belongs to it, scaled so that the numbers of A are at most 1.
+    struct Scaled {
+        let a, b: MLXArray
+
+        init(_ matrices: LoRAMatrices, scale: Float) {
+            let most = maximum(matrices.a.abs().max(axis: 0, keepDims: true), Float.leastNormalMagnitude)
+            (a, b) = (matrices.a / most, scale * (most.T * matrices.b))
         }
-        // For a row w of W and a column b of B, n² = ‖w‖² + 2 ⟨w, Â b̂⟩ + ‖Â b̂‖². The numbers of Â are at most 1, so no term overflows unless s A b or n²
-        // does.
-        self.norms = concatenated(
-            layout.modules.compactMap { module in
-                guard let squares = layout.magnitudes(module, in: squares) else { return nil }
-                let (matrices, w) = (layout.matrices(module, in: lora), weights.matrix(module))
-                let most = maximum(matrices.a.abs().max(axis: 0, keepDims: true), Float.leastNormalMagnitude)
-                let (a, b) = (matrices.a / most, scale * (most.T * matrices.b))
-                let wA = concatenated(
-                    machine.each(of: w.rows, size: machine.projectionRows) { w.rows($0).apply(a.T, as: .float32) },
-                    axis: 1)
-                let all = squares + (b * (2 * wA + matmul(matmul(a.T, a), b))).sum(axis: 0)
-                return which(
-                    all .< Float.leastNormalMagnitude, Float.infinity,
-                    which(all .< Float.infinity, sqrt(all), Float.nan))
-            })
+
+        /// Returns n `[out]`, from ‖w‖² `[out]` and Aᵀ Wᵀ `[rank, out]`. For a row w of W and a column b of s B, n² = ‖w‖² + 2 ⟨w, A b⟩ + ‖A b‖². As
+        /// the numbers of A are at most 1, no term overflows unless s A b or n² does.
+        func norms(squares: MLXArray, wA: MLXArray) -> MLXArray {
+            let all = squares + (b * (2 * wA + matmul(matmul(a.T, a), b))).sum(axis: 0)
+            return which(
+                all .< Float.leastNormalMagnitude, Float.infinity, which(all .< Float.infinity, sqrt(all), Float.nan))
+        }
     }
 
     /// A, B̃ and G of all modules `[P]`.

@@ -36,10 +36,6 @@ package struct GatedDeltaNet {
         .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([valueHeads, keyDim, valueDim]))
     }
 
-    private func headsAtOnce(_ length: Int, _ machine: Machine) -> Int {
-        min(keyHeads, max(1, machine.bytes / bytesOfHead(length)))
-    }
-
     /// Returns an estimate of the memory in bytes that one key head takes: three times the size of its largest array.
     func bytesOfHead(_ length: Int) -> Int {
         3
@@ -53,34 +49,15 @@ package struct GatedDeltaNet {
 
     // MARK: - o
 
-    /// Returns o `[n, value_heads · value_dim]`, in float32.
     /// - Parameters:
-    ///   - qkv: `[n, F]`
+    ///   - qkv: the results of `inputs` of these heads
     ///   - b, a: `[n, value_heads]`
-    func callAsFunction(
-        qkv: MLXArray, b: MLXArray, a: MLXArray, state: inout MixerState.Recurrent, machine: Machine
-    ) -> MLXArray {
-        let before = state
-        let parts = machine.each(of: keyHeads, size: headsAtOnce(qkv.dim(0), machine)) { heads in
-            var memory = before.memory[valueHeads(of: heads)]
-            let o = rule(heads, qkv: qkv, tail: before.tail, b: b, a: a, machine)(state: &memory)
-            return [o.reshaped([o.dim(0), -1]), memory]
-        }
-        state.memory = concatenated(parts.map { $0[1] })
-        state.tail = convolution.tail(after: qkv, tail: before.tail)
-        return concatenated(parts.map { $0[0] }, axis: -1)
+    func rule(_ heads: Range<Int>, qkv: [MLXArray], b: MLXArray, a: MLXArray) -> GatedDeltaRule {
+        GatedDeltaRule(
+            q: qkv[0], k: qkv[1], v: qkv[2], logDecay: Self.logDecay(decay(heads, a)), beta: beta(heads, b))
     }
 
-    private func rule(
-        _ heads: Range<Int>, qkv: MLXArray, tail: MLXArray, b: MLXArray, a: MLXArray, _ machine: Machine
-    ) -> GatedDeltaRule {
-        let qkv = inputs(heads).map { machine.part($0(qkv, tail: tail)) }
-        return GatedDeltaRule(
-            q: qkv[0], k: qkv[1], v: qkv[2], logDecay: Self.logDecay(decay(heads, a)), beta: beta(heads, b),
-            machine: machine)
-    }
-
-    private func valueHeads(of heads: Range<Int>) -> Range<Int> {
+    func valueHeads(of heads: Range<Int>) -> Range<Int> {
         let each = valueHeads / keyHeads
         return heads.lowerBound * each..<heads.upperBound * each
     }
@@ -97,7 +74,7 @@ package struct GatedDeltaNet {
         sigmoid(b[0..., valueHeads(of: heads)].asType(.float32))
     }
 
-    private func inputs(_ heads: Range<Int>) -> [Input] {
+    func inputs(_ heads: Range<Int>) -> [Input] {
         func input(_ heads: Range<Int>, _ dim: Int, start: Int, scale: Float?) -> Input {
             let features = start + heads.lowerBound * dim..<start + heads.upperBound * dim
             return Input(
@@ -115,7 +92,7 @@ package struct GatedDeltaNet {
     }
 
     /// q, k or v of some heads:  norm(silu(conv(x))). v has no norm.
-    private struct Input {
+    struct Input {
         let features: Range<Int>
         let dim: Int
         let convolution: CausalConvolution
@@ -146,71 +123,24 @@ package struct GatedDeltaNet {
         private static let siluBackward = Fused { $0[0] * Activation.silu.values($0[1]).slope }
     }
 
-    /// Returns the gradients of qkv, b and a, for a whole sequence or a segment. Recomputes the intermediates for some key heads at a time:
+    /// Returns the gradients of b and a of some heads:
     ///
     ///     db = β (1 − β) dβ        da = −exp(A_log) σ(a + dt_bias) dκ
-    ///
-    /// - Parameters:
-    ///   - qkv: `[T, F]`, freed after its last use
-    ///   - records: the rows of each record, which has its own state; nil for one record
-    ///   - before: the state before a segment of one record; nil for the start of a sequence
-    func backward(
-        qkv: consuming MLXArray, b: MLXArray, a: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil,
-        before: MixerState.Recurrent? = nil, carried: inout CarriedGradients?, machine: Machine
-    )
-        -> (dQKV: MLXArray, dB: MLXArray, dA: MLXArray)
-    {
-        let state = before ?? start(dtype: qkv.dtype)
-        let later = carried
-        var inputs = [consume qkv, b, a, consume dO]
-        let records = records ?? [0..<b.dim(0)]
-        let heads = tiles(of: keyHeads, size: headsAtOnce(b.dim(0), machine))
-        let all = machine.reduce(heads, HeadGradients(), reading: &inputs) { all, heads, inputs in
-            all.gradients.append(
-                eachRecord(records) {
-                    var own = parts(heads, later ?? noCarriedGradients)
-                    let d = backward(
-                        heads, qkv: inputs[0][$0], b: inputs[1][$0], a: inputs[2][$0], dO: inputs[3][$0],
-                        before: state, carried: &own, machine)
-                    if later != nil { all.carried.append(own) }
-                    return d
-                })
-        }
-        inputs = []
-        if carried != nil {
-            let convolved = (0..<3).flatMap { index in all.carried.map { $0[1 + index] } }
-            carried = CarriedGradients(
-                memory: concatenated(all.carried.map { $0[0] }), convolved: concatenated(convolved, axis: -1))
-        }
-        func whole(_ indices: Range<Int>) -> MLXArray {
-            concatenated(indices.flatMap { index in all.gradients.map { $0[index] } }, axis: -1)
-        }
-        return machine.part(whole(0..<3), whole(3..<4), whole(4..<5))
+    func gatesBackward(
+        _ heads: Range<Int>, b: MLXArray, a: MLXArray, betaDBeta: MLXArray, dLogDecay: MLXArray
+    ) -> [MLXArray] {
+        [(1 - beta(heads, b)) * betaDBeta, Self.logDecayBackward(decay(heads, a) + [dLogDecay])]
     }
 
-    private struct HeadGradients: Arrays {
-        var (gradients, carried) = ([[MLXArray]](), [[MLXArray]]())
-        var arrays: [MLXArray] { (gradients.last ?? []) + (carried.last ?? []) }
-    }
-
-    private func parts(_ heads: Range<Int>, _ carried: CarriedGradients) -> [MLXArray] {
+    /// Returns the parts of `CarriedGradients` of some heads: of S, and of the outputs for q, k and v.
+    func parts(_ heads: Range<Int>, _ carried: CarriedGradients) -> [MLXArray] {
         [carried.memory[valueHeads(of: heads)]] + inputs(heads).map { carried.convolved[0..., $0.features] }
     }
 
-    private func backward(
-        _ heads: Range<Int>, qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, before: MixerState.Recurrent,
-        carried: inout [MLXArray], _ machine: Machine
-    ) -> [MLXArray] {
+    /// Returns the columns of some heads, `[n, value heads of these, value_dim]`.
+    func byHead(_ x: MLXArray, _ heads: Range<Int>) -> MLXArray {
         let values = valueHeads(of: heads)
-        let d = rule(heads, qkv: qkv, tail: before.tail, b: b, a: a, machine)
-            .backward(
-                dO: byHead(dO[0..., values.lowerBound * valueDim..<values.upperBound * valueDim]),
-                state: before.memory[values], dState: &carried[0])
-        let dQKV = zip(inputs(heads), [d.dq, d.dk, d.dv]).enumerated().map { i, input in
-            let dx = input.0.backward(qkv, tail: before.tail, dy: input.1, carried: &carried[1 + i])
-            return machine.part(dx, carried[1 + i]).0
-        }
-        return dQKV + [(1 - beta(heads, b)) * d.betaDBeta, Self.logDecayBackward(decay(heads, a) + [d.dLogDecay])]
+        return byHead(x[0..., values.lowerBound * valueDim..<values.upperBound * valueDim])
     }
 
     // MARK: - y = RMSNorm(o) ∘ silu(z)

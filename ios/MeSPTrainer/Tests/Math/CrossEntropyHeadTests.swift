@@ -14,12 +14,12 @@ import Testing
         _ body: (CrossEntropyHead, MLXArray) throws -> R
     ) throws -> R {
         try bundle.withHead { weights in
-            var machine = Machine(bundle.processor, bytes: 1 << 20)
-            machine.vocabularyRows = 8
-            let head = CrossEntropyHead(weights: weights, architecture: bundle.architecture, machine: machine)
+            var schedule = Schedule(bundle.processor, bytes: 1 << 20)
+            schedule.vocabularyRows = 8
+            let head = CrossEntropyHead(weights: weights, architecture: bundle.architecture, schedule: schedule)
             let y = y(weights, bundle.architecture).asType(bundle.dtype).expandedDimensions(axis: 0)
             MLX.eval(y)
-            return try Machine.$mostWork.withValue(work) { try body(head, y) }
+            return try Schedule.$mostWork.withValue(work) { try body(head, y) }
         }
     }
 
@@ -30,10 +30,9 @@ import Testing
             weights.matrix("", inputs: a.hiddenSize).take(targets) / weights["norm"]
         }
         try withHead(try Fixture(folder, "gradients").bundle, y: rows) { head, y in
-            let h = RMSNorm(weight: head.weights["norm"], eps: head.architecture.rmsNormEps)(y[0].asType(.float32))
-            let w = head.weights.matrix("", inputs: h.dim(1)).take(MLXArray.arange(head.architecture.vocabSize))
-            let z = matmul(h, w.T)
-            let logits = head.architecture.finalLogitSoftcapping.map { tanh(z / $0) * $0 } ?? z
+            let formula = head.formula
+            let z = matmul(formula.norm(y[0].asType(.float32)), formula.weight.inFloat32.T)
+            let logits = formula.cap.map { tanh(z / $0) * $0 } ?? z
             for (row, target) in targets.asArray(Int32.self).enumerated() {
                 let loss = head.loss(y, targets: [target], counted: [row]) {}
                 let expected = logits[row].logSumExp() - logits[row, Int(target)]
