@@ -147,8 +147,9 @@ test-python: engine-and-tests $(COUNTING:Linux=ledger)
 
 test-swift: engine-and-tests $(FIXTURES).ready
 	@echo "== Tests of the trainer core, against mesp.reference"
-	# One after the other: two cores, and a controller whose main thread must answer.
-	$(SWIFT_TEST) $(if $(quick),$(SLOW_IN_SWIFT:%=--skip %))
+	# One after the other: two cores, and a controller whose main thread must answer. What fails is printed again at the end.
+	@bash -o pipefail -c '$(SWIFT_TEST) $(if $(quick),$(SLOW_IN_SWIFT:%=--skip %)) 2>&1 | tee .build/swift-tests.log' || \
+		{ grep "✘" .build/swift-tests.log; exit 1; }
 	@echo "== Tests of HostMLX"
 	$(HOST_MLX) swift test --no-parallel --package-path ios/HostMLX
 
