@@ -33,6 +33,6 @@ def test_arrays_are_made_only_where_they_keep_their_shape_without_memory():
         )
     }
     numbers = {"$0", "0 as Float", "-Float.infinity", "Float(0)", "Float(1)", "eps", "least"}
-    numbers |= {"scale", "loss", "expectedLoss", "isIt * a", "isIt * (1 - a)"}
+    numbers |= {"block.scale", "loss", "expectedLoss", "isIt * a", "isIt * (1 - a)"}
     mapped = {"rawPointer: data, shape, dtype: dtype"}  # checked in mapArray
     assert calls == numbers | mapped

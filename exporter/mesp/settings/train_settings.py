@@ -171,7 +171,7 @@ class TrainSettings(Settings):
         "objective, a third with a reward; of mezo 1e-4",
     )  # fmt: skip
     loraplus_lr_ratio: float = setting(
-        float, 1.0, "Learning rate of each B as a multiple of A's (LoRA+).", above=0,
+        float, 1.0, "Learning rate of each B, and of DoRA's m, as a multiple of A's (LoRA+).", above=0,
         federated=True,
     )  # fmt: skip
     momentum: float = setting(

@@ -65,7 +65,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// Learning rate, before the schedule; nil: of AdamW 0.007 / √hidden size, of SGD 0.1, a tenth of these with an
     /// objective, a third with a reward; of mezo 1e-4.
     package var learningRate: Float?
-    /// Learning rate of each B as a multiple of A's (LoRA+).
+    /// Learning rate of each B, and of DoRA's m, as a multiple of A's (LoRA+).
     package var loraplusLrRatio: Float = 1
     /// Momentum of SGD.
     package var momentum: Float = 0
