@@ -171,8 +171,8 @@ class TrainSettings(Settings):
         "objective, a third with a reward; of mezo 1e-4",
     )  # fmt: skip
     loraplus_lr_ratio: float = setting(
-        float, 1.0, "Learning rate of each B, and of DoRA's m, as a multiple of A's (LoRA+).", above=0,
-        federated=True,
+        float, 1.0, "Learning rate of each B, and of DoRA's m, as a multiple of A's (LoRA+).",
+        above=0, federated=True,
     )  # fmt: skip
     momentum: float = setting(
         float, 0.0, "Momentum of SGD.", least=0, below=1, federated=True,
