@@ -141,12 +141,8 @@ final class StepTests {
     @Test func noKernelReadsTheEmbedding() throws {
         let ledger = try Ledger.record(rules: .strictPhone) {
             let bundle = try ModelBundle(url: Self.demo, device: .gpu)
-            try bundle.withDevice {
-                try bundle.withEmbedding { weights in
-                    let x = embed([1, 2, 3], weights, bundle.architecture, dtype: bundle.dtype)
-                    #expect(x.shape == [1, 3, bundle.architecture.hiddenSize])
-                }
-            }
+            let x = try bundle.withDevice { try bundle.embed([1, 2, 3]) }
+            #expect(x.shape == [1, 3, bundle.architecture.hiddenSize])
         }
         #expect(ledger.mappings == 1)
         #expect(ledger.wiredBytes == 0)
