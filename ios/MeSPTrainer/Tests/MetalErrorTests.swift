@@ -575,6 +575,10 @@ import MeSPSentences
                             let found = try losses(output)
                             #expect(found.count == whole.count, name)
                             for (a, b) in zip(found, whole) { #expect(abs(a - b) < 1e-5 * b, name) }
+                            // The number of allocations varies, so that the last refusal may not be reached.
+                            if backend == .cpu, report.commandBuffers >= number {
+                                #expect(try #require(peaks.last) < planner.peak(chain[0]), name)
+                            }
                         } catch {
                             let sentence = error.plainSentence.english
                             #expect(sentence.contains("no plan takes less memory"), "\(name): \(sentence)")
@@ -584,7 +588,8 @@ import MeSPSentences
                     }
                 }
             }
-            // By chance, 30 refused allocations on a CPU are all used up before a log has a second plan.
+            // On a CPU, every operation until the error is thrown uses up a refusal: some 30 in the first evaluation, by timing. The rest can be more
+            // than all plans use up.
             #expect(cheaper > 0 || backend == .cpu && count == 30)
         }
 
