@@ -91,21 +91,26 @@ package struct ModelBundle {
         return kinds.map { functions[$0] }
     }
 
-    /// Calls `body` with the weights of a file, which stays mapped at least during the call. `body` must evaluate the arrays that it returns.
-    package func withWeights<R>(_ file: Manifest.PackedFile, _ body: (PackedWeights) throws -> R) throws -> R {
+    /// Maps the weights of a file, at least until they are closed.
+    package func open(_ file: Manifest.PackedFile) throws -> PackedWeights {
         let known = maps.words[file.file]
         let words = try map(file, known)
+        var weights = PackedWeights(words: words, arrays: file.arrays, backend: backend)
         if known == nil {
             maps.words[file.file] = words
             maps.mapped[file.file, default: 0] += 1
+            weights.unmap = { [maps] in if !maps.areKept { maps.words[file.file] = nil } }
         }
-        defer { if known == nil, !maps.areKept { maps.words[file.file] = nil } }
-        // This reference prevents MLX from donating the mapped buffer and writing a result into it.
-        return try withExtendedLifetime(words) {
-            let result = try body(PackedWeights(words: words, arrays: file.arrays, backend: backend))
-            try MLXErrors.check()
-            return result
-        }
+        return weights
+    }
+
+    /// Calls `body` with the weights of a file, which stays mapped at least during the call. `body` must evaluate the arrays that it returns.
+    package func withWeights<R>(_ file: Manifest.PackedFile, _ body: (PackedWeights) throws -> R) throws -> R {
+        let weights = try open(file)
+        defer { weights.close() }
+        let result = try body(weights)
+        try MLXErrors.check()
+        return result
     }
 
     private func map(_ file: Manifest.PackedFile, _ known: MLXArray?) throws -> MLXArray {

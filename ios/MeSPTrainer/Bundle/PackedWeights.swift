@@ -6,12 +6,18 @@ package struct PackedWeights {
     package let arrays: [Manifest.PackedArray]
     package let backend: Backend
     package var views: Views?
+    var unmap: (() -> Void)?
 
     package final class Views {
         fileprivate var arrays = [String: MLXArray]()
 
         package init() {}
     }
+
+    /// Ends the use of the file, which may then be unmapped. Arrays that are used later must be evaluated before.
+    ///
+    /// Until then the reference to `words` prevents MLX from donating the mapped buffer and writing a result into it.
+    package func close() { withExtendedLifetime(words) { unmap?() } }
 
     package var onCPU: PackedWeights { PackedWeights(words: words, arrays: arrays, backend: .cpu) }
 

@@ -97,6 +97,11 @@ package struct BlockWeights {
 }
 
 extension ModelBundle {
+    /// Maps a block's weights, at least until they are closed.
+    func openBlock(_ index: Int) throws -> BlockWeights {
+        BlockWeights(shape: architecture.block(index), packed: try open(file(ofBlock: index)))
+    }
+
     /// The weights' file stays mapped while `body` runs. Arrays that `body` returns must be evaluated.
     package func withBlock<R>(_ index: Int, _ body: (BlockWeights) throws -> R) throws -> R {
         try withWeights(file(ofBlock: index)) {

@@ -4,7 +4,9 @@ import MeSPBundle
 /// Products with W. A GPU and HostMLX dequantize W in the product. On another CPU, W is dequantized before the product, except in x Wᵀ if x has few
 /// rows.
 extension QuantizedMatrix {
-    func apply(_ x: MLXArray, as dtype: DType? = nil) -> MLXArray {
+    /// Returns g ∘ (x Wᵀ) `[T, out]` in `dtype`, or else in x's dtype. g is `[out]`; nil means g = 1.
+    func apply(_ x: MLXArray, times g: MLXArray? = nil, as dtype: DType? = nil) -> MLXArray {
+        if let g { return scaled(by: g, rows: x.dim(0))?.apply(x, as: dtype) ?? apply(x, as: dtype) * g }
         let product: MLXArray
         if let dense, x.dim(0) > Self.fewRows {
             product = matmul(x.asType(.float32), dense.array.T)
@@ -17,8 +19,12 @@ extension QuantizedMatrix {
     /// The maximum number of rows of x for which `quantizedMM` is faster on a CPU than dequantizing W and a dense product.
     static let fewRows = 4
 
-    /// Returns sum + dy W `[T, in]` in sum's dtype. Without a sum, returns dy W in dy's dtype.
-    func applyTransposed(_ dy: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
+    /// Returns sum + (g ∘ dy) W `[T, in]` in sum's dtype. Without a sum, returns the product in dy's dtype.
+    func applyTransposed(_ dy: MLXArray, times g: MLXArray? = nil, addedTo sum: MLXArray?) -> MLXArray {
+        if let g {
+            return scaled(by: g, rows: dy.dim(0))?.applyTransposed(dy, addedTo: sum)
+                ?? applyTransposed(dy * g, addedTo: sum)
+        }
         guard let sum else {
             // `MLX.matmul` does not emulate TF32 (TF32.swift). The emulation is not wanted here, because a GPU's `quantizedMM` computes x W without
             // TF32.
@@ -27,19 +33,6 @@ extension QuantizedMatrix {
         }
         if let dense { return MLX.addMM(sum.asType(.float32), dy.asType(.float32), dense.array).asType(sum.dtype) }
         return sum + multiplied(dy, transpose: false).asType(sum.dtype)
-    }
-
-    /// Returns g ∘ (x Wᵀ) `[T, out]` in float32, with g `[out]`; nil means g = 1.
-    func apply(_ x: MLXArray, times g: MLXArray?) -> MLXArray {
-        guard let g else { return apply(x, as: .float32) }
-        return scaled(by: g, rows: x.dim(0))?.apply(x, as: .float32) ?? apply(x, as: .float32) * g
-    }
-
-    /// Returns sum + (g ∘ dy) W `[T, in]`, with g `[out]`; nil means g = 1.
-    func applyTransposed(_ dy: MLXArray, times g: MLXArray?, addedTo sum: MLXArray?) -> MLXArray {
-        guard let g else { return applyTransposed(dy, addedTo: sum) }
-        return scaled(by: g, rows: dy.dim(0))?.applyTransposed(dy, addedTo: sum)
-            ?? applyTransposed(dy * g, addedTo: sum)
     }
 
     /// Returns the matrix with its rows multiplied by g. Returns nil where scaling the product is cheaper or scaling the matrix is not possible.
@@ -54,9 +47,14 @@ extension QuantizedMatrix {
         let isWide = Device.isCPU || x.dtype == .float32
         // MLX casts the scales to float32 if x is float32.
         let (scales, biases) = isWide ? (scales, biases) : affine(in: x.dtype)
-        let product = quantizedMM(
-            isWide ? x.asType(.float32) : x, weight, scales: scales, biases: biases, transpose: transpose,
-            groupSize: format.groupSize, bits: format.bits, mode: format.mode)
+        let wide = isWide ? x.asType(.float32) : x
+        // Of the quantized products, the neural accelerators compute x Wᵀ, but not x W.
+        let product =
+            TF32.isEmulated && transpose && isWide
+            ? matmul(wide, inFloat32.T)
+            : quantizedMM(
+                wide, weight, scales: scales, biases: biases, transpose: transpose, groupSize: format.groupSize,
+                bits: format.bits, mode: format.mode)
         return processor.backend == .gpu ? product.asType(x.dtype) : product
     }
 

@@ -27,17 +27,3 @@ func addMM(_ c: MLXArray, _ a: MLXArray, _ b: MLXArray, alpha: Float = 1) -> MLX
     guard TF32.isEmulated else { return MLX.addMM(c, a, b, alpha: alpha) }
     return MLX.addMM(c, TF32.rounded(a), TF32.rounded(b), alpha: alpha)
 }
-
-func quantizedMM(
-    _ x: MLXArray, _ w: MLXArray, scales: MLXArray, biases: MLXArray?, transpose: Bool, groupSize: Int, bits: Int,
-    mode: QuantizationMode
-) -> MLXArray {
-    // Of the quantized products, the neural accelerators compute x Wᵀ, but not x W.
-    guard TF32.isEmulated, transpose, x.dtype == .float32 else {
-        return MLX.quantizedMM(
-            x, w, scales: scales, biases: biases, transpose: transpose, groupSize: groupSize, bits: bits, mode: mode)
-    }
-    let dense = dequantized(
-        w, scales: scales, biases: biases, groupSize: groupSize, bits: bits, mode: mode, dtype: .float32)
-    return MLX.matmul(TF32.rounded(x), TF32.rounded(dense).T)
-}

@@ -19,12 +19,10 @@ struct LoRALinear {
     /// s, or s / (1 − p) with dropout.
     var factor: Float { dropout.map { scale / (1 - $0.key.rate) } ?? scale }
 
-    /// Returns y `[T, out]` of x `[T, in]`, in float32.
-    func callAsFunction(_ x: MLXArray) -> MLXArray { self(x, h: h(x)) }
-
-    func callAsFunction(_ x: MLXArray, h: MLXArray?) -> MLXArray {
-        var y = weight.apply(x, times: lora?.m)
-        if let h, let lora { y = addMM(y, h, lora.b) }
+    /// Returns y `[T, out]` of x `[T, in]`, in float32. `h` is h(x), if it is known.
+    func callAsFunction(_ x: MLXArray, h: MLXArray? = nil) -> MLXArray {
+        var y = weight.apply(x, times: lora?.m, as: .float32)
+        if let lora, let h = h ?? self.h(x) { y = addMM(y, h, lora.b) }
         return bias.map { y + $0 } ?? y
     }
 

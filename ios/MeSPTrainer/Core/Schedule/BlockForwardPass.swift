@@ -20,13 +20,14 @@ extension Block: BlockForward {
 
     package func output(_ x: MLXArray) -> MLXArray {
         // `y` holds x_mid at first. The rows of y then replace the rows of x_mid, some tokens at a time.
-        var y = {
-            let x = x.squeezed(axis: 0)
-            let cut = segments(x.dim(0))
-            guard cut.isEmpty else { return bySegments(x, cut, keeps: false).xMid }
-            var states = start(x)
-            return schedule.phase(sum(x, weights.mixerPostNorm, inForwardPass.mixer(x, records(x.dim(0)), &states).out))
-        }()
+        var y = x.squeezed(axis: 0)
+        let cut = segments(y.dim(0))
+        if cut.isEmpty {
+            var states = start(y)
+            y = schedule.phase(sum(y, weights.mixerPostNorm, inForwardPass.mixer(y, records(y.dim(0)), &states).out))
+        } else {
+            y = bySegments(y, cut, keeps: false).xMid
+        }
         schedule.replaceByTokens(&y) { tokens, xMid in
             let block = from(tokens.lowerBound)
             return block.addMLP(to: xMid, block.inForwardPass.mlp(weights.mlpNorm(xMid)), side.perLayer?[tokens])

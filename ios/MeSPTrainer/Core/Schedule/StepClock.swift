@@ -30,8 +30,14 @@ package final class StepClock {
         do { try boundary() } catch { MLXErrors.interrupt(error) }
     }
 
+    /// Performs a piece of a step's work, on a GPU in a workspace (`withWorkspace`) and again if MLX fails (`MLXErrors.repeating`).
     func repeating<R>(in workspace: Int? = nil, confirms: Bool = true, _ body: () throws -> R) throws -> R {
-        try MLXErrors.repeating(confirms: confirms, beforeRetry: boundary) { try withWorkspace(workspace, body) }
+        guard MLXErrors.areLate else {
+            let result = try body()
+            try MLXErrors.check()
+            return result
+        }
+        return try MLXErrors.repeating(confirms: confirms, beforeRetry: boundary) { try withWorkspace(workspace, body) }
     }
 
     /// On a GPU the array is evaluated and checked for errors (`MLXErrors`).
@@ -48,9 +54,12 @@ package final class StepClock {
         do { try boundary() } catch is CancellationError {}
     }
 
-    func timed<R>(_ phase: WritableKeyPath<Phases, Double>, _ body: () throws -> R) rethrows -> R {
-        let (start, waiting) = (ContinuousClock.now, time.waiting)
-        defer { time[keyPath: phase] += (.now - start) / .seconds(1) - (time.waiting - waiting) }
-        return try body()
+    typealias Start = (instant: ContinuousClock.Instant, waiting: Double)
+
+    var now: Start { (.now, time.waiting) }
+
+    /// Adds the time since `start` to a phase, without the time spent in `atBlock`.
+    func add(since start: Start, to phase: WritableKeyPath<Phases, Double>) {
+        time[keyPath: phase] += (.now - start.instant) / .seconds(1) - (time.waiting - start.waiting)
     }
 }

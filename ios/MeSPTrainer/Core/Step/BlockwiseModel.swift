@@ -184,20 +184,20 @@ package final class BlockwiseModel {
     ) throws -> (y: MLXArray, intermediates: Intermediates?) {
         try clock.boundary()
         defer { freeCache() }
-        return try clock.timed(\.forward) {
-            try clock.repeating(in: workspace) {
-                var lora = try parameters(block)
-                if layouts[block].count > 0 { lora = try moved(block, lora) }
-                let pass = try forwardPass(block, makeForwardBlock(block, weights, lora, context, x), x)
-                guard keepsIntermediates else {
-                    let y = try pass.output(x)
-                    eval(y)
-                    return (y, nil)
-                }
-                let outputs = try pass.outputs(x)
-                eval([outputs.y] + outputs.intermediates.arrays)
-                return (outputs.y, outputs.intermediates)
+        let start = clock.now
+        defer { clock.add(since: start, to: \.forward) }
+        return try clock.repeating(in: workspace) {
+            var lora = try parameters(block)
+            if layouts[block].count > 0 { lora = try moved(block, lora) }
+            let pass = try forwardPass(block, makeForwardBlock(block, weights, lora, context, x), x)
+            guard keepsIntermediates else {
+                let y = try pass.output(x)
+                eval(y)
+                return (y, nil)
             }
+            let outputs = try pass.outputs(x)
+            eval([outputs.y] + outputs.intermediates.arrays)
+            return (outputs.y, outputs.intermediates)
         }
     }
 
@@ -247,12 +247,11 @@ package final class BlockwiseModel {
         try clock.boundary()
         defer { freeCache() }
         return try bundle.withHead { weights in
-            try clock.timed(\.loss) {
-                // The loss at the end confirms the results.
-                try clock.repeating(in: workspace, confirms: false) {
-                    try body(
-                        CrossEntropyHead(weights: weights, architecture: bundle.architecture, schedule: schedule(y)))
-                }
+            let start = clock.now
+            defer { clock.add(since: start, to: \.loss) }
+            // The loss at the end confirms the results.
+            return try clock.repeating(in: workspace, confirms: false) {
+                try body(CrossEntropyHead(weights: weights, architecture: bundle.architecture, schedule: schedule(y)))
             }
         }
     }

@@ -87,13 +87,13 @@ package final class Trainer {
         let firstKept = model.blocks.upperBound - (waits ? 0 : plan.keptBlocks)
         for block in model.blocks {
             let keeps = model.settings.method.readsIntermediates && block >= firstKept
-            try model.bundle.withBlock(block) { weights in
-                for index in sequences.indices {
-                    let (x, context) = (sequences[index].residual, sequences[index].context)
-                    if block >= model.trained[0] { try sequences[index].inputs.write(x, block) }
-                    (sequences[index].residual, sequences[index].kept[block]) =
-                        try model.forward(block, weights, context, x, keepsIntermediates: keeps)
-                }
+            let weights = try model.bundle.openBlock(block)
+            defer { weights.packed.close() }
+            for index in sequences.indices {
+                let (x, context) = (sequences[index].residual, sequences[index].context)
+                if block >= model.trained[0] { try sequences[index].inputs.write(x, block) }
+                (sequences[index].residual, sequences[index].kept[block]) =
+                    try model.forward(block, weights, context, x, keepsIntermediates: keeps)
             }
         }
         return sequences
@@ -110,20 +110,20 @@ package final class Trainer {
     /// - Parameter sequences: the sequences, with the gradient of the last block's output as their residual; empty afterwards.
     func backward(_ sequences: inout [SequenceInStep], into sink: GradientSink) throws {
         for block in (model.trained[0]..<model.blocks.upperBound).reversed() {
+            let weights = try model.bundle.openBlock(block)
+            defer { weights.packed.close() }
             var sum: MLXArray?
-            try model.bundle.withBlock(block) { weights in
-                for index in sequences.indices {
-                    try clock.boundary()
-                    try clock.timed(\.backward) {
-                        let gradient = try differentiate(block, weights, &sequences[index], addedTo: sum)
-                        if index < sequences.count - 1 {
-                            sum = gradient
-                        } else if model.trained.contains(block) {
-                            try sink(block, gradient)
-                        }
-                        model.freeCache()
-                    }
+            for index in sequences.indices {
+                try clock.boundary()
+                let start = clock.now
+                defer { clock.add(since: start, to: \.backward) }
+                let gradient = try differentiate(block, weights, &sequences[index], addedTo: sum)
+                if index < sequences.count - 1 {
+                    sum = gradient
+                } else if model.trained.contains(block) {
+                    try sink(block, gradient)
                 }
+                model.freeCache()
             }
         }
         sequences = []
