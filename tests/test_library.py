@@ -5,7 +5,9 @@ import dataclasses
 import inspect
 import json
 import logging
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,6 +19,7 @@ import pytest
 import mesp
 from helpers.commands import run
 from helpers.paths import ROOT
+from mesp.engine.build import mlx_folder
 from mesp.settings.train_settings import TrainSettings
 
 PACKAGE = ROOT / "exporter" / "mesp"
@@ -192,6 +195,32 @@ def test_only_devices_and_schedules_know_where_they_run():
     rooms = [path for path in CORE.iterdir() if path.name not in ("Device", "Schedule")]
     found = [(name, line) for folder in rooms for name, line in code(folder) if known.search(line)]
     assert [(name, line) for name, line in found if name not in asked] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb reads the calls")
+def test_a_product_is_few_calls_from_a_step(tmp_path: Path):
+    folder = ROOT / ".build" / "calls"
+    build = ["swift", "build", "--scratch-path", folder, "--product", "mesp-engine"]
+    environment = os.environ | {"MESP_HOST_MLX": str(mlx_folder())}
+    subprocess.run(build, cwd=ROOT, env=environment, check=True, capture_output=True)
+    settings = {"bundle": str(ROOT / "ios/MeSPTrainer/Demo.mesp"), "output": str(tmp_path / "run")}
+    (tmp_path / "settings.json").write_text(json.dumps(settings | {"steps": 1, "val_batches": 0}))
+    said = ["set breakpoint pending on", "break host_quantized_matmul", "run", "backtrace", "kill"]
+    gdb = ["gdb", "--batch", *(word for each in said for word in ("-ex", each)), "--args"]
+    done = subprocess.run(
+        [*gdb, folder / "debug" / "mesp-engine", tmp_path / "settings.json"],
+        capture_output=True,
+        text=True,
+    )
+    # Without thunks, which the compiler makes: partial applications, witnesses and reabstractions.
+    calls = [
+        name
+        for name in re.findall(r"^#\d+ .*? in (\$s\d+MeSP\w+)", done.stdout, re.MULTILINE)
+        if not name.endswith(("TA", "TW", "TR"))
+    ]
+    steps = [number for number, name in enumerate(calls, 1) if "7TrainerC4step" in name]
+    assert steps and steps[0] <= 16, done.stdout
 
 
 @pytest.mark.slow

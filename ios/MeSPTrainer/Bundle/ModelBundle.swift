@@ -21,6 +21,8 @@ package struct ModelBundle {
     /// The dtype of activations: that of `device`. Tests and self-checks replace it.
     package var dtype: DType
     package let kinds: [Int]
+    /// The manifest's `featureGroup`, cached because computing it takes a search.
+    package let featureGroup: Int
     package let maps = Maps()
 
     /// The memory-mapped weight files. Nested uses of a file share its map. With `areKept`, files stay mapped after use, which saves the time to map
@@ -58,7 +60,7 @@ package struct ModelBundle {
         manifest = try Manifest.read(json, of: url.path)
         self.device = device ?? .standard
         (backend, dtype) = (self.device, self.device.dtype)
-        kinds = manifest.kindOfBlock
+        (kinds, featureGroup) = (manifest.kindOfBlock, manifest.featureGroup)
         (splits, dataFolder) = try text.map { (try TokenFolder.entries(in: $0), $0) } ?? (manifest.data ?? [:], url)
         modified = try checkFiles()
         if checksums { try checkSums(of: manifest.files) }

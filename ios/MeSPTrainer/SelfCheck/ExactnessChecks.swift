@@ -26,8 +26,7 @@ extension CheckSuite {
             // The whole sequence is one segment, because a block function returns all intermediates at once.
             schedule: Schedule.$segmentTokens.withValue(length) {
                 Schedule(
-                    architecture, group: bundle.manifest.featureGroup, length: length, bytes: 1 << 20,
-                    processor: .cpu)
+                    architecture, group: bundle.featureGroup, length: length, bytes: 1 << 20, processor: .cpu)
             })
     }
 

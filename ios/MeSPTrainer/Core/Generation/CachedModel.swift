@@ -14,8 +14,6 @@ package struct CachedModel {
     private(set) var selection: AdapterSelection?
     private var kept: Kept
     private let isRecurrent: Bool
-    /// The manifest's `featureGroup`, cached because computing it takes a search.
-    private let featureGroup: Int
     private static let tileBytes = 1 << 20
     static let mostTexts = 16
 
@@ -68,7 +66,6 @@ package struct CachedModel {
     init(_ bundle: ModelBundle, with adapters: LoadedAdapters?, chunk: Int = 256) {
         (self.bundle, self.adapters, self.chunk) = (bundle, adapters, chunk)
         kept = Kept(compiled: bundle.processor.numbersWithKernels(0...Int.bitWidth))
-        featureGroup = bundle.manifest.featureGroup
         isRecurrent = bundle.architecture.isRecurrent
         bundle.maps.areKept = bundle.manifest.mappedBytes <= bundle.processor.roomForMaps
         bundle.maps.add(kept)
@@ -192,9 +189,7 @@ package struct CachedModel {
     func schedule(
         rows: Int, length: Int, uncut: Int = QuantizedMatrix.fewRows, pause: (() -> Void)? = nil
     ) -> Schedule {
-        Schedule(
-            bundle.architecture, group: featureGroup, length: length,
-            bytes: rows <= uncut ? Schedule.uncut : Self.tileBytes, processor: bundle.processor, pause: pause)
+        bundle.schedule(length: length, bytes: rows <= uncut ? Schedule.uncut : Self.tileBytes, pause: pause)
     }
 
     private func pass(

@@ -75,11 +75,13 @@ extension Tiled where Formula == GatedMLP {
             gradients.a[formula.names.gate] = dA(formula.gate, ofTokens.dGateBT)
             gradients.a[formula.names.up] = dA(formula.up, ofTokens.dUpBT)
         }
-        var dx = formula.gate.hasDropout ? ofTokens.dx : formula.dx(ofTokens)
+        var dx = ofTokens.dx
         if formula.gate.hasDropout {
             for (linear, dyBT) in [(formula.gate, ofTokens.dGateBT), (formula.up, ofTokens.dUpBT)] {
                 dx = tiled(linear).adapterDx(dyBT.map { $0 * linear.factor }, addedTo: dx)
             }
+        } else {
+            dx = formula.dx(ofTokens)
         }
         guard let dx else { preconditionFailure("an MLP without features") }
         return schedule.part(dx, formula.dw(ofTokens, dy: all.dy), gradients)

@@ -66,3 +66,9 @@ extension Schedule {
 package func tiles(of count: Int, size: Int) -> [Range<Int>] {
     stride(from: 0, to: count, by: min(size, max(count, 1))).map { $0..<min($0 + min(size, count), count) }
 }
+
+extension ModelBundle {
+    package func schedule(length: Int, bytes: Int, pause: (() -> Void)? = nil) -> Schedule {
+        Schedule(architecture, group: featureGroup, length: length, bytes: bytes, processor: processor, pause: pause)
+    }
+}

@@ -28,8 +28,7 @@ extension ModelBundle {
     ) throws -> MLXArray {
         try withBlock(block) { weights in
             let squares = weights.squaredNorms(layout)
-            let schedule = Schedule(
-                architecture, group: manifest.featureGroup, length: 1, bytes: 1 << 20, processor: processor)
+            let schedule = schedule(length: 1, bytes: 1 << 20)
             let lora = try read(layout.base(sqrt(squares)))
             let norms = schedule.norms(weights, lora, layout, scale: scale, squares: squares)
             let scaled = DoRA(lora, layout, norms: norms).scaled

@@ -13,8 +13,6 @@ package final class BlockwiseModel {
     /// The factor of the adapters' output: s · α / rank, or s · α / √rank with rsLoRA.
     package var scale: Float { strength * settings.scale }
     private let tileBytes: Int
-    /// The manifest's `featureGroup`, cached because computing it takes a search.
-    private let featureGroup: Int
     /// The maximum bytes of the arrays of one block or of the head on a GPU before MLX waits; nil on a CPU.
     let workspace: Int?
     private let keepsCache: Bool
@@ -38,7 +36,7 @@ package final class BlockwiseModel {
         let layouts = settings.layouts(of: architecture)
         self.layouts = layouts
         trained = layouts.indices.filter { layouts[$0].count > 0 }
-        (tileBytes, featureGroup) = (plan.tileBytes, bundle.manifest.featureGroup)
+        tileBytes = plan.tileBytes
         workspace = bundle.processor.workspace(Planner(bundle.manifest, settings), plan)
         keepsCache = bundle.processor.keepsCache(plan)
         isWarm = bundle.processor.hasKernels
@@ -64,9 +62,7 @@ package final class BlockwiseModel {
     }
 
     func schedule(_ x: MLXArray) -> Schedule {
-        Schedule(
-            bundle.architecture, group: featureGroup, length: x.dim(1), bytes: tileBytes,
-            processor: bundle.processor, pause: isWarm ? nil : { [clock] in clock.pause() })
+        bundle.schedule(length: x.dim(1), bytes: tileBytes, pause: isWarm ? nil : { [clock] in clock.pause() })
     }
 
     package var blocks: Range<Int> { 0..<bundle.architecture.numHiddenLayers }
@@ -86,9 +82,7 @@ package final class BlockwiseModel {
         _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, norms: MLXArray? = nil
     ) throws -> DoRA? {
         guard layouts[block].count > 0, let squares = try squaredNorms?.read(block) else { return nil }
-        let schedule = Schedule(
-            bundle.architecture, group: featureGroup, length: settings.seqLen, bytes: tileBytes,
-            processor: bundle.processor)
+        let schedule = bundle.schedule(length: settings.seqLen, bytes: tileBytes)
         return DoRA(
             lora, layouts[block],
             norms: norms ?? schedule.norms(weights, lora, layouts[block], scale: scale, squares: squares))

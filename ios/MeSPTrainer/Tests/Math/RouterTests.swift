@@ -36,16 +36,34 @@ import Testing
         #expect(experts.weights(z[0..., 0..<2]).asArray(Float.self).allSatisfy { abs($0 - 0.75) < 1e-5 })
     }
 
-    @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("moe") })
-    func anExpertWithoutTokensIsNotRead(_ folder: URL) throws {
+    static let mixtures = Fixture.cases.filter { $0.lastPathComponent.contains("moe") }
+
+    /// Calls `body` with a block's experts, the input x `[1, hidden]`, and a function that returns the mixture's output and dx for dy = x, added to dx.
+    private func withExperts(
+        _ folder: URL,
+        _ body: (
+            _ weights: BlockWeights, _ experts: Experts, _ x: MLXArray,
+            _ both: (_ weights: BlockWeights, _ x: MLXArray, _ dx: MLXArray) throws -> [MLXArray]
+        ) throws -> Void
+    ) throws {
         let fixture = try Fixture(folder, "gradients")
         let model = try fixture.trainer(.mesp).model
-        let block = try #require(
+        let index = try #require(
             model.blocks.first { fixture.bundle.architecture.block($0).mlp.experts != nil })
-        let hidden = fixture.bundle.architecture.hiddenSize
-        let x = MLXRandom.normal([1, hidden], key: MLXRandom.key(3))
-        try fixture.bundle.withBlock(block) { weights in
+        let x = MLXRandom.normal([1, fixture.bundle.architecture.hiddenSize], key: MLXRandom.key(3))
+        try fixture.bundle.withBlock(index) { weights in
             let experts = try #require(weights.shape.mlp.experts)
+            try body(weights, experts, x) { weights, x, dx in
+                let block = try model.block(index, weights, x)
+                var (dx, gradients) = (dx, LoRAGradients())
+                block.mixtureOfExpertsBackward(experts, x, dy: x, addedTo: &dx, &gradients)
+                return [block.mixtureOfExperts(experts, x), dx]
+            }
+        }
+    }
+
+    @Test(arguments: mixtures) func anExpertWithoutTokensIsNotRead(_ folder: URL) throws {
+        try withExperts(folder) { weights, experts, x, both in
             let chosen = weights.chosen(experts, weights.router(experts).apply(x))
             let numbers = Set(chosen.asType(.int32).asArray(Int32.self).map(Int.init))
             #expect(numbers.count == experts.numExpertsPerTok)
@@ -60,36 +78,17 @@ import Testing
             let damaged = BlockWeights(
                 shape: weights.shape,
                 packed: PackedWeights(words: words, arrays: weights.packed.arrays, backend: .cpu))
-            func both(_ weights: BlockWeights) throws -> [MLXArray] {
-                let block = try model.block(block, weights, x)
-                var (dx, gradients) = (MLXArray.zeros(x.shape), LoRAGradients())
-                block.mixtureOfExpertsBackward(experts, x, dy: x, addedTo: &dx, &gradients)
-                return [block.mixtureOfExperts(experts, x), dx]
-            }
-            for (found, expected) in zip(try both(damaged), try both(weights)) {
+            let zeros = MLXArray.zeros(x.shape)
+            for (found, expected) in zip(try both(damaged, x, zeros), try both(weights, x, zeros)) {
                 #expect(found.arrayEqual(expected).item(Bool.self))
             }
         }
     }
 
-    @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("moe") })
-    func anExpertOfManyTokensTakesThemInParts(_ folder: URL) throws {
-        let fixture = try Fixture(folder, "gradients")
-        let model = try fixture.trainer(.mesp).model
-        let block = try #require(
-            model.blocks.first { fixture.bundle.architecture.block($0).mlp.experts != nil })
-        let hidden = fixture.bundle.architecture.hiddenSize
-        let one = MLXRandom.normal([1, hidden], key: MLXRandom.key(3))
-        let all = one + MLXArray.zeros([150, hidden])
-        try fixture.bundle.withBlock(block) { weights in
-            let experts = try #require(weights.shape.mlp.experts)
-            func both(_ x: MLXArray) throws -> [MLXArray] {
-                let block = try model.block(block, weights, x)
-                var (dx, gradients) = (2 * x, LoRAGradients())
-                block.mixtureOfExpertsBackward(experts, x, dy: x, addedTo: &dx, &gradients)
-                return [block.mixtureOfExperts(experts, x), dx]
-            }
-            for (found, expected) in zip(try both(all), try both(one)) {
+    @Test(arguments: mixtures) func anExpertOfManyTokensTakesThemInParts(_ folder: URL) throws {
+        try withExperts(folder) { weights, _, one, both in
+            let all = one + MLXArray.zeros([150, one.dim(1)])
+            for (found, expected) in zip(try both(weights, all, 2 * all), try both(weights, one, 2 * one)) {
                 #expect(relativeError(found, expected + MLXArray.zeros(found.shape)) < 1e-5)
             }
         }
