@@ -43,6 +43,7 @@ TYPES = {
     "stop": "[Int]",
     "beta1": "Double",
     "beta2": "Double",
+    "epochs": "Double",
     "replay_share": "Double",
     "max_forgetting": "Double",
     "memory_limit_mb": "Double",

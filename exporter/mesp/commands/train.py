@@ -43,12 +43,16 @@ log = logging.getLogger(__name__)
     "--out", "output", type=click.Path(path_type=Path), show_default="runs/BUNDLE-METHOD-TIME",
     help="Folder of the run.",
 )  # fmt: skip
+@click.option(
+    "--epochs", type=float, metavar="NUMBER",
+    help="Passes over the training data, in place of --steps.",
+)  # fmt: skip
 @add_options(TrainSettings)
 @paper_option
 @click.option(
     "--resume", is_flag=True,
-    help="Resume the run in --out with its settings; --steps, --save-every and the memory options "
-    "may change. A --reward module:function is given again.",
+    help="Resume the run in --out with its settings; --steps or --epochs, --save-every and the "
+    "memory options may change. A --reward module:function is given again.",
 )  # fmt: skip
 @click.option(
     "--dry-run", is_flag=True,
@@ -58,8 +62,8 @@ log = logging.getLogger(__name__)
 @fine_tune_type_option
 @click.pass_context
 def main(
-    context: click.Context, /, bundle: Path | None, output: Path | None, paper: bool, resume: bool,
-    dry_run: bool, fine_tune_type: str | None, **_: Any,
+    context: click.Context, /, bundle: Path | None, output: Path | None, epochs: float | None,
+    paper: bool, resume: bool, dry_run: bool, fine_tune_type: str | None, **_: Any,
 ) -> None:  # fmt: skip
     """Fine-tune BUNDLE, a folder that mesp-export wrote, with LoRA.
 
@@ -67,13 +71,15 @@ def main(
     Ctrl-C ends it at once.
     """
     if not resume:
-        require_values(context, "bundle", "steps")
+        require_values(context, "bundle", *(["steps"] if epochs is None else []))
     settings = find_given(context, TrainSettings)
     if fine_tune_type == "dora":
         settings["dora"] = True
     is_typed = context.get_parameter_source("reward") is ParameterSource.COMMANDLINE
-    job = prepare_training(bundle, output, resume, paper, settings, may_import=is_typed)
+    job = prepare_training(bundle, output, resume, paper, settings, epochs, may_import=is_typed)
     find_engine()  # builds the engine if necessary
+    if epochs is not None:
+        click.echo(f"{epochs:g} epoch{'s' * (epochs != 1)} take {job.settings.steps:,} steps.")
     is_private = job.settings.dp_clip is not None
     if is_private or dry_run:
         plan = find_plan(find_engine(), job.to_json())

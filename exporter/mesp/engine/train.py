@@ -25,7 +25,8 @@ from mesp.data.general_text import read_general_text
 from mesp.data.load import load_additional
 from mesp.data.splits import Split
 from mesp.data.tokenizer import load_bundle_tokenizer, load_tokenizer
-from mesp.engine.process import Engine, Record, check_device, failure, log, running
+from mesp.engine.build import find_engine
+from mesp.engine.process import Engine, Record, check_device, failure, find_plan, log, running
 from mesp.engine.replay_texts import sample_replay_texts
 from mesp.errors import Interrupted, MespError, plain_os_errors
 from mesp.files import read_settings, write_whole
@@ -35,7 +36,7 @@ from mesp.rewards import Reward, compute_rewards, find_reward
 from mesp.runs.log import LOG_NAME, RunLog
 from mesp.settings.declaration import list_settings, refuse_changes
 from mesp.settings.rules import check_settings
-from mesp.settings.train_settings import TrainSettings
+from mesp.settings.train_settings import MAX_STEPS, TrainSettings
 
 SETTINGS_NAME = "settings.json"
 GENERAL, REPLAY = "general", "replay"
@@ -62,6 +63,14 @@ class TrainingJob:
         if self.settings.replay is not None:
             settings["replay"] = str(self.folder.resolve() / REPLAY)
         return settings
+
+    def of_epochs(self, epochs: float) -> TrainingJob:
+        """Returns the job with the steps of `epochs` passes over the training data."""
+        # Without a warm-up, which is compared with the steps below.
+        plan = find_plan(find_engine(), {**self.to_json(), "epochs": epochs, "warmup": 0})
+        settings = replace(self.settings, steps=plan["steps"])
+        check_settings(settings, self.manifest)
+        return replace(self, settings=settings)
 
     def run(self, progress: Callable[[Record], None] | None = None) -> RunLog:
         check_device(self.settings.device)
@@ -218,6 +227,7 @@ def train(
     out: StrPath | None = None,
     resume: bool = False,
     paper: bool = False,
+    epochs: float | None = None,
     progress: Callable[[Record], None] | None = None,
     **settings: Any,
 ) -> RunLog:
@@ -232,10 +242,11 @@ def train(
         resume: Continue the run in `out`. Only some settings may change, such as `steps` and
             `memory_limit`. A reward ``module:function`` must be named again.
         paper: Update as in the paper, with SGD at 1e-4.
+        epochs: Passes over the training data, in place of `steps`; of a resumed run, all passes.
         progress: Called with each record of the run's log as it arrives, and after a signal also
             with the record ``{"type": "stopping"}``; docs/formats.md describes the log's records.
         settings: Fields of `TrainSettings`, such as ``rank=8`` or ``memory_limit=60`` (10⁶ bytes).
-            A new run needs `steps`.
+            A new run needs `steps` or `epochs`.
 
     Raises:
         MespError: A setting, the bundle, the reward or the folder cannot be used, or the engine
@@ -243,7 +254,7 @@ def train(
         EngineError: The engine crashed, or the system ended it; the last saved adapters remain.
         Interrupted: A second signal ended the run at once.
     """
-    return prepare_training(bundle, out, resume, paper, settings).run(progress)
+    return prepare_training(bundle, out, resume, paper, settings, epochs).run(progress)
 
 
 def prepare_training(
@@ -252,6 +263,7 @@ def prepare_training(
     resume: bool,
     paper: bool,
     given: Mapping[str, Any],
+    epochs: float | None = None,
     may_import: bool = True,
 ) -> TrainingJob:
     """Returns the run that `train` begins or resumes. Writes nothing.
@@ -263,6 +275,12 @@ def prepare_training(
         for name, value in given.items()
         if value is not None
     }
+    if epochs is not None:
+        if "steps" in given:
+            raise MespError("--epochs takes the place of --steps: leave out one of them.")
+        if not 0 < epochs < math.inf:
+            raise MespError(f"--epochs has {epochs:g}; give a number above 0.")
+        given["steps"] = MAX_STEPS  # until the data are counted
     if "adapters" in given:
         check_folder(Path(given["adapters"]))
     for name in ("adapters", "general"):
@@ -295,7 +313,8 @@ def prepare_training(
             "or resume it with --resume."
         )
     refuse_linked_folders(folder)
-    return TrainingJob(path, manifest, settings, folder, resume, reward)
+    job = TrainingJob(path, manifest, settings, folder, resume, reward)
+    return job if epochs is None else job.of_epochs(epochs)
 
 
 def check_length(bundle: Path, manifest: Manifest, settings: TrainSettings) -> None:

@@ -27,6 +27,11 @@ class EngineSettings(Settings):
         bool, False, "Resume from the state in the output folder.", may_change=True
     )
     dry_run: bool = setting(bool, False, "Report the plan and end.", may_change=True)
+    epochs: float | None = setting(
+        float, None,
+        "Passes over the training data, which set `steps`; with replay, over the run's own data.",
+        above=0,
+    )  # fmt: skip
     first_step: int = setting(
         int, 0,
         "Steps that others have taken before this run, as in the rounds of a federation: the order "

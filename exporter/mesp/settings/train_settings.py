@@ -288,7 +288,7 @@ class TrainSettings(Settings):
         if unknown := [name for name in given if name not in known]:
             raise MespError(f"There is no setting {unknown[0]}; there are {', '.join(known)}.")
         if given.get("steps") is None:
-            raise MespError("Set the number of steps: steps=N.")
+            raise MespError("Set the number of steps: steps=N, or epochs=N.")
         return cls(**given)
 
     def complete(self, manifest: Manifest, paper: bool = False) -> TrainSettings:

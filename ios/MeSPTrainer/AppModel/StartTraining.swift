@@ -41,6 +41,7 @@ extension AppModel {
                 ).path
                 settings.maxForgetting = TrainingForm.mostForgetting
             }
+            try settings.countSteps()
             controller.start(settings)
             hasBegun = true
             showsSetup = false

@@ -84,6 +84,7 @@ import Observation
         get {
             switch field {
             case .steps: Double(settings.steps)
+            case .epochs: settings.epochs
             case .learningRate: (settings.learningRate ?? defaultRate).map(Double.init)
             case .limit: limit
             case .batchSize: Double(settings.batchSize)
@@ -96,6 +97,7 @@ import Observation
             guard let newValue else { return }
             switch field {
             case .steps: settings.steps = Int(whole: newValue)
+            case .epochs: settings.epochs = newValue
             case .learningRate: settings.learningRate = Float(newValue) == defaultRate ? nil : Float(newValue)
             case .limit: limit = newValue
             case .batchSize: settings.batchSize = Int(whole: newValue)
@@ -104,6 +106,11 @@ import Observation
             case .warmup: settings.warmup = Int(whole: newValue)
             }
         }
+    }
+    /// Whether the run's length is given as passes over the data.
+    public var countsEpochs: Bool {
+        get { settings.epochs != nil }
+        set { (settings.epochs, unreadable[.epochs]) = (newValue ? 3 : nil, nil) }
     }
     public var limit = 100.0 { didSet { if hasLimit { settings.memoryLimitMb = limit } } }
     public var textKind = TextKind.bundle { didSet { settings.objective = textKind == .choices ? .dpo : nil } }
@@ -149,6 +156,7 @@ import Observation
         }
         // 0 steps are valid for the engine, which then only evaluates.
         guard settings.steps > 0 else { return .failure(MeSPError("Steps must be at least 1.")) }
+        guard settings.epochs ?? 1 > 0 else { return .failure(MeSPError("Epochs must be above 0.")) }
         do {
             return .success(try MemoryFit(settings, manifest, available: monitor.availableMemory))
         } catch {

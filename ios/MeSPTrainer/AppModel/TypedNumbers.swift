@@ -4,11 +4,12 @@ import MeSPFiles
 import MeSPSentences
 
 public enum NumberField: String, Sendable, CaseIterable {
-    case steps, learningRate, limit, batchSize, accumulation, clipping, warmup
+    case steps, epochs, learningRate, limit, batchSize, accumulation, clipping, warmup
 
     var name: Sentence {
         switch self {
         case .steps: "Steps"
+        case .epochs: "Epochs"
         case .learningRate: "Learning rate"
         case .limit: "Limit in MB"
         case .batchSize: "Sequences in a batch"
@@ -21,7 +22,7 @@ public enum NumberField: String, Sendable, CaseIterable {
     var isWhole: Bool {
         switch self {
         case .steps, .batchSize, .accumulation, .warmup: true
-        case .learningRate, .limit, .clipping: false
+        case .epochs, .learningRate, .limit, .clipping: false
         }
     }
 }

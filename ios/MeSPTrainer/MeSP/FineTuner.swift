@@ -132,7 +132,7 @@ public final class FineTuner: Sendable {
     }
 
     private func train(_ source: TextData.Source, _ options: TrainingOptions) -> TrainingUpdates {
-        updates(steps: options.steps) { [self] in
+        updates(steps: options.epochs == nil ? options.steps : 0) { [self] in
             let output = runs.next
             var settings = try options.settings(bundle, manifest, output: output)
             if case .choices = source { settings.objective = .dpo }
@@ -180,6 +180,7 @@ public final class FineTuner: Sendable {
             (settings.general, settings.maxForgetting) = (tokens.path, limit)
         }
         try settings.check()
+        try settings.countSteps()
         return notices
     }
 
@@ -192,7 +193,7 @@ public final class FineTuner: Sendable {
     /// Begins a run and returns its updates.
     ///
     /// - Parameters:
-    ///   - steps: the number of steps of a new run.
+    ///   - steps: the number of steps of a new run; 0 if it is not known yet.
     ///   - prepare: a closure that writes the data of a new run. It returns the settings of the run and the notices about the data.
     private func updates(
         steps: Int? = nil, of prepare: @escaping @Sendable () throws -> (RunSettings, DataNotices?)

@@ -24,6 +24,8 @@ public struct MemoryLimit: Sendable, Equatable {
 public struct TrainingOptions: Sendable, Equatable {
     /// The number of updates of the adapters, at least 1.
     public var steps: Int
+    /// The number of passes over the training data, which then decides how many steps a run has. nil: a run has ``steps``.
+    public var epochs: Double?
     /// The memory that training may take.
     public var memory: MemoryLimit
     /// The sequence length, in tokens. nil: the longest length up to 256 for which the bundle has functions, or the shortest if all are longer.
@@ -80,7 +82,7 @@ extension TrainingOptions {
         try check()
         var settings = RunSettings(bundle: bundle.path, output: output.path)
         settings.takeNearest(in: manifest)
-        settings.steps = steps
+        (settings.steps, settings.epochs) = (steps, epochs)
         settings.memoryLimitMb = memory.megabytes
         settings.seqLen = sequenceLength ?? settings.seqLen
         settings.rank = rank ?? settings.rank
@@ -100,6 +102,7 @@ extension TrainingOptions {
     /// Throws an error if an option is out of range. The error names the property.
     private func check() throws {
         try require(steps > 0, "steps", "at least 1")
+        try require(epochs.map { $0 > 0 && $0.isFinite } ?? true, "epochs", "a finite number above 0")
         try require(sequenceLength ?? 1 > 0, "sequenceLength", "at least 1")
         try require(rank ?? 1 > 0, "rank", "at least 1")
         try require(memory.megabytes.map { $0 > 0 } ?? true, "memory", "above 0 megabytes")

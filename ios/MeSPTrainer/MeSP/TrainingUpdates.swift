@@ -6,7 +6,7 @@ import MeSPCore
 public struct TrainingUpdate: Sendable, Equatable {
     /// The number of the last completed step; 0 before the first.
     public let step: Int
-    /// The number of steps of the run.
+    /// The number of steps of the run; 0 until ``TrainingOptions/epochs`` are counted.
     public let steps: Int
     /// What the run does, or how it has ended.
     public let phase: TrainingPhase

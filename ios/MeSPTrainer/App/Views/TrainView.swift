@@ -137,7 +137,11 @@ private struct MoreView: View {
             textSection
             modelSection
             Section {
-                number("Steps", .steps)
+                Picker("Length in", selection: $form.countsEpochs) {
+                    Text("Steps").tag(false)
+                    Text("Epochs").tag(true)
+                }
+                if form.countsEpochs { number("Epochs", .epochs) } else { number("Steps", .steps) }
                 Picker("Gradients", selection: $form.settings.method) {
                     ForEach(GradientMethod.allCases, id: \.self) { Text($0.name).tag($0) }
                 }

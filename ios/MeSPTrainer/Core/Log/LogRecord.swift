@@ -41,6 +41,7 @@ public enum LogRecord: Sendable {
         package var readWeightBytes: Int?
         /// Whether the run calls the bundle's block functions; otherwise formulas compute all passes.
         package var callsFunctions: Bool?
+        package var steps: Int?
         package var examples: Int?
     }
     public struct Step: Codable, Sendable {

@@ -42,6 +42,7 @@ package enum Run {
         var settings = settings
         settings.setDefaultUpdate(for: bundle.architecture)
         try bundle.manifest.check(settings)
+        try settings.countSteps()
         try bundle.checkPositions(settings.seqLen)
         let output = URL(fileURLWithPath: settings.output)
         guard !settings.resume || FileManager.default.fileExists(atPath: LogWriter.url(in: output).path) else {

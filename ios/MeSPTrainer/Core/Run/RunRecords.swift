@@ -29,7 +29,7 @@ extension LogRecord.Prediction {
             predictedPeakBytes: planner.peak(plan), leastPeakBytes: planner.leastPeak,
             metalBytes: planner.metalBytes, mappedBytes: bundle.manifest.mappedBytes,
             readWeightBytes: planner.readWeightBytes(plan),
-            callsFunctions: !bundle.manifest.functions(of: settings).isEmpty,
+            callsFunctions: !bundle.manifest.functions(of: settings).isEmpty, steps: settings.steps,
             examples: settings.dpClip == nil ? nil : data?.exampleCount)
     }
 }

@@ -117,6 +117,8 @@ public struct RunSettings: Codable, Sendable, Equatable {
     package var resume: Bool = false
     /// Whether to report the plan and end.
     package var dryRun: Bool = false
+    /// Passes over the training data, which set `steps`; with replay, over the run's own data; nil: none.
+    package var epochs: Double?
     /// Steps that others have taken before this run, as in the rounds of a federation: the order of the data and every
     /// random number continue from there.
     package var firstStep: Int = 0
@@ -179,6 +181,7 @@ extension RunSettings {
         try requireRange("max_forgetting", maxForgetting, least: 0)
         try requireRange("save_every", saveEvery, least: 0)
         try requireRange("memory_limit_mb", memoryLimitMb, above: 0, below: 1_000_000_000)
+        try requireRange("epochs", epochs, above: 0)
         try requireRange("first_step", firstStep, least: 0, most: 1_000_000)
         try requireRange("proximal_mu", proximalMu, above: 0)
     }

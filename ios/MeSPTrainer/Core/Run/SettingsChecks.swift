@@ -7,7 +7,7 @@ extension RunSettings {
         let product = "batch_size · grad_accumulation_steps" + (groupSize == nil ? "" : " · group_size")
         try require(sequences <= Self.maxSequences, product, "at most \(Self.maxSequences)")
         try require(projections?.isEmpty != true, "projections", "one or more")
-        try require(warmup < max(1, steps), "warmup", "less than steps")
+        try require(epochs != nil || warmup < max(1, steps), "warmup", "less than steps")
         try require(!freezeA || loraplusLrRatio == 1, "loraplus_lr_ratio", "1 with freeze_a, which trains each B only")
         try require(proximalMu == nil || adapters != nil, "adapters", "named with proximal_mu, which stays near them")
         try require(earlyStopping == 0 || evalEvery > 0, "eval_every", "above 0 with early_stopping")

@@ -138,6 +138,26 @@ struct Splits {
     }
 }
 
+extension RunSettings {
+    /// Sets `steps` to the number of updates of `epochs` passes over the training data, if there are `epochs`.
+    package mutating func countSteps() throws {
+        guard let epochs else { return }
+        let bundle = try ModelBundle(
+            url: URL(fileURLWithPath: bundle), text: data.map { URL(fileURLWithPath: $0) }, device: device,
+            checksums: false)
+        var counting = self
+        counting.dryRun = true  // reads no other texts
+        let size = Double(batchSize * gradAccumulationSteps) * (1 - (replayShare ?? 0))
+        let needed = epochs * Double(try Splits(bundle, counting).exampleCount) / size
+        guard needed <= Double(Self.maxSteps) else {
+            throw MeSPError("The epochs take more than the \(Self.maxSteps) steps of a run; lower them.")
+        }
+        // The factor takes back what rounding adds to a whole number of steps.
+        (steps, self.epochs) = (max(1, Int((needed * (1 - 1e-12)).rounded(.up))), nil)
+        try check()
+    }
+}
+
 extension TokenStream {
     fileprivate func check(_ objective: Objective?, _ split: String) throws {
         guard let objective else {

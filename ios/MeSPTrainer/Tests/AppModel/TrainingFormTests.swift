@@ -3,6 +3,7 @@ import MeSPSentences
 import Testing
 
 @testable import MeSPAppModel
+@testable import MeSPBundle
 @testable import MeSPControl
 @testable import MeSPCore
 
@@ -35,6 +36,25 @@ import Testing
         try await app.ended()
         let settings = try #require(model.library.runs.first?.log?.start?.settings)
         #expect(settings.steps == 2 && settings.learningRate == 0.01)
+    }
+
+    @Test func epochsSetTheSteps() async throws {
+        try await app.importTied()
+        form.countsEpochs = true
+        form[text: .epochs] = "0"
+        #expect(throws: MeSPError("Epochs must be above 0.")) { _ = try form.fit.get() }
+        form[text: .epochs] = "0.1"
+        await model.startTraining()
+        try await app.ended()
+        let start = try #require(model.library.runs.first?.log?.start)
+        let bundle = try ModelBundle(url: URL(fileURLWithPath: start.settings.bundle))
+        let stream = try #require(try bundle.tokens("train"))
+        let lengths = bundle.manifest.lengths(start.settings)
+        let count = stream.sequences(lengths: lengths, packed: stream.packsExamples).count
+        #expect(start.settings.steps == (count + 9) / 10 && start.settings.epochs == nil)
+        form[text: .epochs] = "x"
+        form.countsEpochs = false
+        #expect(model.canStart)
     }
 
     @Test func whatIsNoNumberIsSaidAndCannotBeStarted() async throws {

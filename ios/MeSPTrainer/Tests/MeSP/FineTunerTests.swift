@@ -70,6 +70,21 @@ import Testing
                 == "There is no training to continue in \(runs.path); begin one.")
     }
 
+    @Test func epochsSetTheSteps() async throws {
+        let tuner = try await tuner()
+        let conversations = (0..<10).map { Conversation([.user("Hi \($0)"), .assistant("Good day")]) }
+        var options = options(steps: 1)
+        (options.epochs, options.batchSize) = (2, 2)
+        var updates = [TrainingUpdate]()
+        for try await update in tuner.train(on: conversations, options) { updates.append(update) }
+        // One conversation is held out.
+        #expect(updates.first?.steps == 0 && updates.last?.steps == 9 && updates.last?.step == 9)
+        options.epochs = 0
+        #expect(try await sentence(tuner.train(on: conversations, options)).contains("epochs"))
+        options.epochs = 1e9
+        #expect(try await sentence(tuner.train(on: conversations, options)).contains("steps of a run; lower them."))
+    }
+
     @Test func theDefaultsAreTheRules() async throws {
         let tuner = try await tuner()
         for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
