@@ -204,7 +204,7 @@ def test_a_missing_compiler_is_named(place: str, request, monkeypatch: pytest.Mo
     folder = request.getfixturevalue(place)
     monkeypatch.setenv("PATH", "/nowhere")
     (said,) = find(folder).stderr.splitlines()
-    assert "install Swift 6 from https://swift.org/install" in said
+    assert "install Swift 6.1 from https://swift.org/install" in said
 
 
 def test_without_sources_the_way_out_is_named(fakes: Path, tmp_path: Path):
@@ -257,7 +257,7 @@ def test_an_engine_of_a_wheel_that_does_not_start_is_built_or_named(
     assert len(calls(fakes)) == 1
     monkeypatch.setenv("PATH", "/nowhere")
     found = find_carried(installed, carried)
-    assert found.returncode == 1 and said in found.stderr and "install Swift 6" in found.stderr
+    assert found.returncode == 1 and said in found.stderr and "install Swift 6.1" in found.stderr
 
 
 def test_an_installed_packages_engine_is_built_once(installed: Path, fakes: Path, tmp_path: Path):

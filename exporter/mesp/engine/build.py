@@ -68,7 +68,7 @@ def find_engine(
         if shutil.which("swift") is None:
             raise MespError(
                 f"The mesp-engine that came with this package {reason}: install the package again, "
-                "into an environment of its own, or install Swift 6 from https://swift.org/install "
+                "into an environment of its own, or install Swift 6.1 from https://swift.org/install "
                 "to build another."
             )
     return _find(ENGINE, checkout, sources)
@@ -280,7 +280,7 @@ def build_program(
     if swift is None:
         raise MespError(
             f"{program.name} has not been built, and there is no Swift compiler on PATH to build "
-            f"it with: install Swift 6 from https://swift.org/install, or {_set_engine(program)}."
+            f"it with: install Swift 6.1 from https://swift.org/install, or {_set_engine(program)}."
         )
     built = scratch / "release" / program.name if scratch else built_program(checkout, program)
     if not built.exists():
