@@ -9,7 +9,6 @@ import pytest
 from helpers.paths import DEMO_BUNDLE
 from mesp.data.tokenizer import load_bundle_tokenizer
 from studies.tasks import house_requests, model_answers, spoken_notes
-from studies.tasks.gsm8k_number import final_number
 from studies.tasks.house_requests import ALSO_CALLED, SOON, WHEN
 
 NUMBERS = {name: number for number, name in enumerate(spoken_notes.HOURS)}
@@ -114,18 +113,3 @@ def times(spoken: str) -> list[str]:
         at = 12 if noon else NUMBERS[name] or 12
         found.append(f"{at}:{minutes:02} {'am' if period == 'morning' else 'pm'}")
     return found
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("He pays 3 * 4 = <<3*4=12>>12 dollars.\n#### 12", "12"),
-        ("#### 1,234,000", "1234000"),
-        ("####-5.50.", "-5.50"),
-        ("#### $7\nNext, #### 3", "7"),
-        ("It is 12.", None),
-        ("#### none", None),
-    ],
-)
-def test_the_number_after_a_solution_is_its_answer(text: str, number: str | None):
-    assert final_number(text) == number

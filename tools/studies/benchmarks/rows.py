@@ -133,13 +133,10 @@ def train_with_peft(
     cell: Cell, variant: Variant, steps: int, work: Path, python: Path, tell: Tell
 ) -> RunLog:
     bundle, (seed, rank) = Bundle(cell.bundle), (SETTING["seed"], cell.rank)
-    ids = np.stack([np.array(w)[None] for w in windows(bundle, cell.seq_len, seed, steps)])
-    settings = {"optimizer": "sgd", "rates": [SETTING["learning_rate"]] * steps, "rank": rank}
-    settings |= {"alpha": SETTING["alpha"], "dtype": cell.dtype}
+    ids = np.stack([np.array(w) for w in windows(bundle, cell.seq_len, seed, steps)])
+    settings = SETTING | {"rank": rank, "dtype": cell.dtype} | PEFT_METHODS[variant.method]
     with tempfile.TemporaryDirectory(prefix="peft-", dir=work.resolve()) as folder:
-        counted = np.ones((*ids.shape[:-1], cell.seq_len), bool)
-        write_inputs(Path(folder), bundle, first_adapters(bundle, rank, seed), ids, counted)
-        settings |= PEFT_METHODS[variant.method]
+        write_inputs(Path(folder), bundle, first_adapters(bundle, rank, seed), ids)
         threads = variant.threads or blas_threads()
         return run_peft(python, settings, Path(folder), threads, tell)
 
