@@ -17,6 +17,7 @@ import pytest
 import mesp
 from helpers.commands import run
 from helpers.paths import ROOT
+from mesp.bundle.export_options import ExportArguments
 from mesp.settings.train_settings import TrainSettings
 
 PACKAGE = ROOT / "exporter" / "mesp"
@@ -93,8 +94,8 @@ def texts(node: ast.AST) -> str:
 
 
 def test_every_option_in_an_error_is_an_argument():
-    classes = (TrainSettings, mesp.DataOptions, mesp.Selection)
-    functions = (mesp.export, mesp.rewrite, mesp.train, mesp.generate, mesp.evaluate)
+    classes = (TrainSettings, ExportArguments, mesp.DataOptions, mesp.Selection)
+    functions = (mesp.export, mesp.rewrite, mesp.train, mesp.TextStream, mesp.evaluate)
     known = {each.name for kind in classes for each in dataclasses.fields(kind)}
     known |= {name for each in functions for name in inspect.signature(each).parameters}
     known |= {"measure", "source", "gguf", "gguf_base", "ignore", "include_path"}

@@ -10,17 +10,7 @@ from datetime import UTC, datetime
 import click
 from rich.console import Console
 
-from demo import (
-    TOOLS,
-    WIDTH,
-    call,
-    evaluate,
-    program,
-    right,
-    shown,
-    write_data,
-    write_samples,
-)
+from demo import TOOLS, WIDTH, call, evaluate, program, right, shown, write_data, write_samples
 from mesp.commands.command import Command
 from mesp.errors import MespError
 from mesp.formatting import decimal, duration, megabytes

@@ -16,93 +16,11 @@ from mesp.errors import plain_errors
 
 
 class TextStream:
-    """The text after a prompt, in pieces as they arrive.
+    """The text that a bundle's model writes after a prompt, in pieces as they arrive.
 
     `prompt_tokens` is the number of tokens in the prompt. After the last piece, `end` is the
     engine's ``end`` record. Its ``reason`` is ``stopped`` if a signal such as Ctrl-C ended the
     text.
-    """
-
-    def __init__(
-        self,
-        bundle: Bundle | StrPath,
-        prompt: str,
-        *,
-        adapters: StrPath | Sequence[StrPath] | None = None,
-        weights: Sequence[float] = (),
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        device: str | None = None,
-        system_prompt: str | None = None,
-        chat: bool | None = None,
-        split_special_tokens: bool | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        stack = weigh(adapters, weights)
-        path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
-        manifest = read_manifest(path)
-        self._tokenizer = load_bundle_tokenizer(path)
-        how = as_trained(
-            manifest.encoding,
-            bool(manifest.data),
-            chat=chat,
-            split_special_tokens=split_special_tokens,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        tokens = encode_prompt(
-            self._tokenizer,
-            prompt,
-            how["chat"],
-            system_prompt,
-            bool(how["split_special_tokens"]),
-            how[OPTIONS],
-        )
-        self.prompt_tokens = len(tokens)
-        self.end: Record = {}
-        self._records = process.generate(
-            path,
-            tokens,
-            adapters=stack,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            device=device,
-            stop=sorted(self._tokenizer.eos_token_ids),
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        detokenizer = self._tokenizer.detokenizer
-        for record in self._records:
-            if record["type"] == "token":
-                with plain_errors(f"Token {record['token']} is not in the tokenizer's vocabulary"):
-                    detokenizer.add_token(record["token"])
-                yield detokenizer.last_segment
-            else:
-                self.end = record
-        detokenizer.finalize()
-        yield detokenizer.last_segment
-
-
-def generate(
-    bundle: Bundle | StrPath,
-    prompt: str,
-    *,
-    adapters: StrPath | Sequence[StrPath] | None = None,
-    weights: Sequence[float] = (),
-    max_tokens: int = 256,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    device: str | None = None,
-    system_prompt: str | None = None,
-    chat: bool | None = None,
-    split_special_tokens: bool | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> str:
-    """Returns the text that a bundle's model writes after a prompt.
 
     Args:
         bundle: A bundle or its folder.
@@ -127,23 +45,64 @@ def generate(
     Raises:
         MespError: The bundle, the adapters, their weights or the prompt cannot be used, or the
             engine fails.
-        KeyboardInterrupt: A signal such as Ctrl-C ended the text.
     """
-    stream = TextStream(
-        bundle,
-        prompt,
-        adapters=adapters,
-        weights=weights,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        device=device,
-        system_prompt=system_prompt,
-        chat=chat,
-        split_special_tokens=split_special_tokens,
-        chat_template_kwargs=chat_template_kwargs,
-    )
+
+    def __init__(
+        self,
+        bundle: Bundle | StrPath,
+        prompt: str,
+        *,
+        adapters: StrPath | Sequence[StrPath] | None = None,
+        weights: Sequence[float] = (),
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        device: str | None = None,
+        system_prompt: str | None = None,
+        chat: bool | None = None,
+        split_special_tokens: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        stack = weigh(adapters, weights)
+        path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
+        manifest = read_manifest(path)
+        self._tokenizer = load_bundle_tokenizer(path)
+        how = as_trained(
+            manifest.encoding, bool(manifest.data), chat=chat,
+            split_special_tokens=split_special_tokens, chat_template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
+        split = bool(how["split_special_tokens"])
+        tokens = encode_prompt(
+            self._tokenizer, prompt, how["chat"], system_prompt, split, how[OPTIONS]
+        )
+        self.prompt_tokens = len(tokens)
+        self.end: Record = {}
+        self._records = process.generate(
+            path, tokens, adapters=stack, device=device, stop=self._tokenizer.eos_token_ids,
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed,
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[str]:
+        detokenizer = self._tokenizer.detokenizer
+        for record in self._records:
+            if record["type"] == "token":
+                with plain_errors(f"Token {record['token']} is not in the tokenizer's vocabulary"):
+                    detokenizer.add_token(record["token"])
+                yield detokenizer.last_segment
+            else:
+                self.end = record
+        detokenizer.finalize()
+        yield detokenizer.last_segment
+
+
+def generate(bundle: Bundle | StrPath, prompt: str, **options: Any) -> str:
+    """Returns the text that a bundle's model writes after a prompt, in whole.
+
+    `options` are the keyword arguments of `TextStream`. Raises what `TextStream` raises, and
+    KeyboardInterrupt if a signal such as Ctrl-C ended the text.
+    """
+    stream = TextStream(bundle, prompt, **options)
     text = "".join(stream)
     if stream.end["reason"] == "stopped":
         raise KeyboardInterrupt

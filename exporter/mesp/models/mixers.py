@@ -2,14 +2,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 Modules = tuple[tuple[str, tuple[str, ...]], ...]
 Shape = tuple[int, int]
 
 
+class _Mixer:
+    """What a mixer without sliding windows, norms of heads and other vectors has."""
+
+    def within(self, length: int) -> Self:
+        """Returns the mixer for sequences of `length` tokens."""
+        return self
+
+    def norms(self) -> dict[str, int]:
+        return {}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the weights outside of linear layers and of `norms`."""
+        return {}
+
+
 @dataclass(frozen=True)
-class AttentionMixer:
+class AttentionMixer(_Mixer):
     type: ClassVar[str] = "attention"
     out: ClassVar[str] = "o"
 
@@ -42,9 +57,7 @@ class AttentionMixer:
         return self.head_dim if self.output_gate else int(self.head_gate)
 
     def within(self, length: int) -> AttentionMixer:
-        """Returns the mixer for sequences of `length` tokens. A sliding window of at least `length`
-        tokens is removed.
-        """
+        """As in the base class. A sliding window of at least `length` tokens is removed."""
         unlimited = self.sliding_window is None or self.sliding_window >= length
         return replace(self, sliding_window=None) if unlimited else self
 
@@ -64,9 +77,6 @@ class AttentionMixer:
     def norms(self) -> dict[str, int]:
         normed = [each for each in "qk" if self.qk_norm and each in self._projections]
         return {f"self_attn.{each}_norm.weight": self.head_dim for each in normed}
-
-    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {}
 
     def check(self) -> None:
         sizes = [self.num_attention_heads, self.num_key_value_heads, self.head_dim]
@@ -90,7 +100,7 @@ class AttentionMixer:
 
 
 @dataclass(frozen=True)
-class GatedDeltaNet:
+class GatedDeltaNet(_Mixer):
     """Gated DeltaNet (Yang et al., arXiv:2412.06464), with a recurrent state for each value head.
 
     A causal depthwise convolution and silu follow the projection qkv.
@@ -105,9 +115,6 @@ class GatedDeltaNet:
     key_head_dim: int
     value_head_dim: int
     kernel_size: int
-
-    def within(self, length: int) -> GatedDeltaNet:
-        return self
 
     @property
     def conv_dim(self) -> int:
@@ -124,11 +131,7 @@ class GatedDeltaNet:
             "out": (hidden, self.values)
         }
 
-    def norms(self) -> dict[str, int]:
-        return {}
-
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the weights outside of linear layers."""
         shapes = {
             "conv1d.weight": (self.conv_dim, self.kernel_size),
             "norm.weight": (self.value_head_dim,),
@@ -152,7 +155,7 @@ class GatedDeltaNet:
 
 
 @dataclass(frozen=True)
-class ShortConvolution:
+class ShortConvolution(_Mixer):
     """A causal depthwise convolution between two gates, as in LFM2."""
 
     type: ClassVar[str] = "short_convolution"
@@ -161,17 +164,10 @@ class ShortConvolution:
     modules: Modules
     kernel_size: int
 
-    def within(self, length: int) -> ShortConvolution:
-        return self
-
     def shapes(self, hidden: int) -> dict[str, Shape]:
         return {"in": (3 * hidden, hidden), "out": (hidden, hidden)}
 
-    def norms(self) -> dict[str, int]:
-        return {}
-
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of the convolution's weight."""
         return {"conv.conv.weight": (hidden, self.kernel_size)}
 
     def check(self) -> None:
@@ -184,7 +180,7 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True)
-class Mamba2Mixer:
+class Mamba2Mixer(_Mixer):
     """Mamba-2 (Dao & Gu, arXiv:2405.21060), with a recurrent state for each head.
 
     The input projection computes z, xBC and dt, in this order. A causal depthwise convolution and
@@ -202,9 +198,6 @@ class Mamba2Mixer:
     kernel_size: int
     norm_eps: float
 
-    def within(self, length: int) -> Mamba2Mixer:
-        return self
-
     @property
     def values(self) -> int:
         return self.num_heads * self.head_dim
@@ -217,11 +210,7 @@ class Mamba2Mixer:
         outputs = self.values + self.conv_dim + self.num_heads
         return {"in": (outputs, hidden), "out": (hidden, self.values)}
 
-    def norms(self) -> dict[str, int]:
-        return {}
-
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the weights outside of linear layers."""
         shapes = {
             "conv1d.weight": (self.conv_dim, self.kernel_size),
             "conv1d.bias": (self.conv_dim,),
