@@ -161,7 +161,7 @@ test-ledger: ledger
 # PyTorch is large: it has an environment of its own, and no part in `make test`.
 test-slow: engine-and-tests $(FIXTURES).ready
 	@echo "== A long run"
-	$(BIN)/python tools/studies/footprint_growth.py
+	$(BIN)/python -m pytest -q -m growth tests/engine/test_memory.py
 	@echo "== 10,000 damaged files of each kind"
 	MESP_FUZZ_CASES=10000 $(PYTEST) tests/test_fuzz.py
 	@echo "== Tests of the commands as a wheel installs them"

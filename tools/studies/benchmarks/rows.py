@@ -188,15 +188,19 @@ def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[s
     return settings | {"memory_limit_mb": limit}
 
 
-def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
-    what = {
-        "bundle": str(cell.bundle.resolve()),
-        "device": cell.device,
-        "seq_len": cell.seq_len,
-        "rank": cell.rank,
+def peaks(measured: float, plan: dict[str, Any]) -> Row:
+    predicted = plan["predicted_peak_bytes"]
+    return {
+        "footprint_peak_bytes": measured,
+        "predicted_peak_bytes": predicted,
+        "prediction_error": predicted / measured - 1,
     }
-    how = {"method": variant.method, "offload": variant.offload}
-    return {**what, **how, "val_batches": 0, "save_every": 0}
+
+
+def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
+    size = {"seq_len": cell.seq_len, "rank": cell.rank}
+    how = {"device": cell.device, "method": variant.method, "offload": variant.offload}
+    return {"bundle": str(cell.bundle.resolve()), **size, **how, "val_batches": 0, "save_every": 0}
 
 
 def first(row: Row, rows: list[Row], method: str) -> Row:
