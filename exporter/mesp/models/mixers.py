@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -10,6 +10,8 @@ Shape = tuple[int, int]
 
 class _Mixer:
     """What a mixer without sliding windows, norms of heads and other vectors has."""
+
+    modules: Modules
 
     def within(self, length: int) -> Self:
         """Returns the mixer for sequences of `length` tokens."""
@@ -21,6 +23,14 @@ class _Mixer:
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the weights outside of linear layers and of `norms`."""
         return {}
+
+    def _require(self, projections: Iterable[str], sizes: Iterable[Any], **sound: bool) -> None:
+        """Raises what `refuse_unsound` raises unless the mixer has these projections, the sizes are
+        sizes and all of `sound` holds.
+        """
+        own = sorted(projections_of(self.modules))
+        sound = {"sizes": all(map(is_size, sizes)), **sound, "modules": own == sorted(projections)}
+        refuse_unsound(sound)
 
 
 @dataclass(frozen=True)
@@ -84,18 +94,16 @@ class AttentionMixer(_Mixer):
         cap = self.attn_logit_softcapping
         numbers = [self.attention_scale, self.rope_scale]
         numbers += [] if cap is None else [cap]
-        refuse_unsound(
-            {
-                "sizes": all(map(is_size, sizes)),
-                "numbers": all(map(is_positive, numbers)),
-                "flags": type(self.qk_norm) is type(self.output_gate) is type(self.v_norm) is bool,
-                "gates": not (self.output_gate and self.head_gate),
-                "num_key_value_heads": self.num_attention_heads % self.num_key_value_heads == 0,
-                "frequencies": 2 * len(self.frequencies) <= self.head_dim
-                and all(is_positive(f) or (type(f) is float and f == 0) for f in self.frequencies),
-                "modules": sorted(projections_of(self.modules)) == sorted(self._projections),
-                "keys_of": self.keys_of is None or type(self.keys_of) is int,
-            }
+        self._require(
+            self._projections,
+            sizes,
+            numbers=all(map(is_positive, numbers)),
+            flags=type(self.qk_norm) is type(self.output_gate) is type(self.v_norm) is bool,
+            gates=not (self.output_gate and self.head_gate),
+            num_key_value_heads=self.num_attention_heads % self.num_key_value_heads == 0,
+            frequencies=2 * len(self.frequencies) <= self.head_dim
+            and all(is_positive(f) or (type(f) is float and f == 0) for f in self.frequencies),
+            keys_of=self.keys_of is None or type(self.keys_of) is int,
         )
 
 
@@ -145,13 +153,8 @@ class GatedDeltaNet(_Mixer):
             self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim,
             self.kernel_size,
         )  # fmt: skip
-        refuse_unsound(
-            {
-                "sizes": all(map(is_size, sizes)),
-                "num_value_heads": self.num_value_heads % self.num_key_heads == 0,
-                "modules": sorted(projections_of(self.modules)) == ["a", "b", "out", "qkv", "z"],
-            }
-        )
+        divides = self.num_value_heads % self.num_key_heads == 0
+        self._require(("qkv", "z", "b", "a", "out"), sizes, num_value_heads=divides)
 
 
 @dataclass(frozen=True)
@@ -171,12 +174,7 @@ class ShortConvolution(_Mixer):
         return {"conv.conv.weight": (hidden, self.kernel_size)}
 
     def check(self) -> None:
-        refuse_unsound(
-            {
-                "kernel_size": is_size(self.kernel_size),
-                "modules": sorted(projections_of(self.modules)) == ["in", "out"],
-            }
-        )
+        self._require(("in", "out"), (), kernel_size=is_size(self.kernel_size))
 
 
 @dataclass(frozen=True)
@@ -225,14 +223,8 @@ class Mamba2Mixer(_Mixer):
         sizes = (
             self.num_heads, self.head_dim, self.num_groups, self.state_size, self.kernel_size,
         )  # fmt: skip
-        refuse_unsound(
-            {
-                "sizes": all(map(is_size, sizes)),
-                "num_groups": self.num_heads % self.num_groups == 0,
-                "norm_eps": is_positive(self.norm_eps),
-                "modules": sorted(projections_of(self.modules)) == ["in", "out"],
-            }
-        )
+        divides = self.num_heads % self.num_groups == 0
+        self._require(("in", "out"), sizes, num_groups=divides, norm_eps=is_positive(self.norm_eps))
 
 
 Mixer = AttentionMixer | GatedDeltaNet | ShortConvolution | Mamba2Mixer
