@@ -161,7 +161,7 @@ test-ledger: ledger
 # PyTorch is large: it has an environment of its own, and no part in `make test`.
 test-slow: engine-and-tests $(FIXTURES).ready
 	@echo "== A long run"
-	$(BIN)/python tools/studies/footprint_growth.py
+	$(BIN)/python -m pytest -q -m growth tests/engine/test_memory.py
 	@echo "== 10,000 damaged files of each kind"
 	MESP_FUZZ_CASES=10000 $(PYTEST) tests/test_fuzz.py
 	@echo "== Tests of the commands as a wheel installs them"
@@ -190,7 +190,7 @@ test-slow: engine-and-tests $(FIXTURES).ready
 	$(VENV)/llama/bin/python -m pytest -q -m llama tests/adapters
 	@echo "== Tests of the adapters in PEFT, and of private steps in Opacus"
 	$(BIN)/python -m venv $(VENV)/peft
-	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft bitsandbytes opacus --editable '.[dev]'
+	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft opacus --editable '.[dev]'
 	$(VENV)/peft/bin/python -m pytest -q -s -m peft tests/adapters
 	@echo "== Models that transformers saves, and fused ones that it reads"
 	$(VENV)/peft/bin/python -m pytest -q -s -m transformers tests/models tests/adapters
@@ -202,8 +202,6 @@ test-slow: engine-and-tests $(FIXTURES).ready
 	MESP_FUZZ_CASES=10000 $(SWIFT_TEST) --filter FuzzTests
 	@echo "== 10,000 lives of an app"
 	MESP_LIVES=10000 $(SWIFT_TEST) --filter LifeTests
-	@echo "== MeSP, mlx-lm and PEFT, from the same adapters on the same batches"
-	$(BIN)/python tools/studies/parity.py --quick --peft $(VENV)/peft/bin/python
 
 # The Python reference computes the Swift tests' fixtures, again when it changes.
 $(FIXTURES).ready: $(READY) $(REFERENCE)

@@ -37,6 +37,7 @@ settings.load_profile("mesp")
 ON_REQUEST = {
     "federate": "federated rounds in Flower",
     "harness": "the tasks of lm-evaluation-harness",
+    "growth": "the footprint of a run of 2,000 steps",
     "llama": "models and adapters in llama.cpp",
     "mission": "a real model to a phone and back",
     "peft": "adapters in PEFT and private steps in Opacus, on PyTorch",

@@ -17,7 +17,7 @@ from helpers.paths import ROOT
 from helpers.phones import Phones
 from mesp.engine.build import mlx_folder
 from mesp.runs.log import RunLog
-from studies.comparison.trainers import multiply_dequantized
+from studies.benchmarks.in_python.mlx_lm_trainer import multiply_dequantized
 from studies.tasks import spoken_notes
 
 pytestmark = pytest.mark.mission

@@ -298,26 +298,19 @@ def page(report: Report) -> str:
         f"Self-check: {'something failed' if verdict == 'fail' else 'nothing failed'}",
         table(about),
         "<h2>Checks</h2>",
-        checks_table(report["checks"]),
+        table([(each["name"], each["verdict"], each["sentence"]) for each in report["checks"]]),
         "<h2>Constants for the planner</h2>" + table(measured) if measured else "",
         *details,
     )
 
 
-def checks_table(checks: list[dict[str, Any]]) -> str:
-    lines = [
-        f'<tr><th>{html.escape(check["name"])}</th><td class="{html.escape(check["verdict"])}">'
-        f"{html.escape(check['verdict'])}</td><td>{html.escape(check['sentence'])}</td></tr>"
-        for check in checks
-    ]
-    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
-
-
-def table(rows: list[tuple[str, str]]) -> str:
-    lines = [
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
-        for name, value in rows
-    ]
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Cells that are a verdict are shown in its colour."""
+    lines = []
+    for name, *cells in rows:
+        kinds = (f' class="{each}"' if each in COLORS else "" for each in cells)
+        written = (f"<td{k}>{html.escape(c)}</td>" for k, c in zip(kinds, cells, strict=True))
+        lines.append(f"<tr><th>{html.escape(name)}</th>{''.join(written)}</tr>")
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 

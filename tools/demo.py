@@ -7,8 +7,10 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 from rich.console import Console
@@ -18,7 +20,6 @@ from mesp.commands.command import Command
 from mesp.formatting import decimal, megabytes
 from mesp.runs.log import RunLog
 from studies.tasks.house_requests import SOON, Case, cases
-from studies.tasks.model_answers import Answer, answers
 
 STEPS = 600
 BATCH_SIZE = 2
@@ -32,11 +33,17 @@ UPDATE = (
 )
 TRAINING_CASES = STEPS * BATCH_SIZE
 HELD_OUT_CASES = 50
+MAX_TOKENS = 64  # the longest answer has 50 tokens
 SHOWN = 10
 
 TOOLS = Path(__file__).resolve().parent
 OUT = TOOLS.parent / "build" / "demo"
 WIDTH = 100  # columns of the output
+
+
+class Answer(NamedTuple):
+    text: str
+    is_right: bool
 
 
 @click.command(cls=Command)
@@ -47,26 +54,20 @@ def main(seed: int) -> None:
     """Teach the demo model to turn requests into JSON, and show what it has learned."""
     began = time.monotonic()
     bundle, data = OUT / "demo.mesp", OUT / "requests"
-    held_out = write_data(data)
+    held_out = cases(HELD_OUT_CASES, seed=1, held_out=True, whens=SOON)
+    train = cases(TRAINING_CASES, seed=0, held_out=False, whens=SOON)
+    write_data(data, train=train, valid=held_out)
     call(
         *(program("mesp-export"), "--model", "demo", "--data", data, "--out", bundle),
         *("--overwrite", "--seq-len", SEQ_LEN, "--rank", RANK),
     )
-    click.echo(f"\nAnswering {HELD_OUT_CASES} held-out requests before fine-tuning …")
-    before = answers(bundle, held_out, whole=SHOWN)
-
     run = OUT / "runs" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     call(
         *(program("mesp-train"), bundle, "--steps", STEPS, "--batch-size", BATCH_SIZE, *UPDATE),
         *("--seed", seed, "--val-batches", HELD_OUT_CASES, "--out", run),
     )
-    click.echo(f"\nAnswering {HELD_OUT_CASES} held-out requests after it …")
-    after = answers(bundle, held_out, run / "adapters", whole=SHOWN)
-    samples = [
-        {"prompt": case.prompt, "before": old.text, "after": new.text}
-        for case, old, new in zip(held_out[:SHOWN], before, after, strict=False)
-    ]
-    (run / "samples.json").write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
+    before, after = evaluate(bundle, data, [run], "--max-tokens", MAX_TOKENS)
+    write_samples(run, held_out[:SHOWN], before, after)
 
     collected = OUT / "collected"
     call(sys.executable, TOOLS / "collect.py", "--from", run.parent, "--out", collected)
@@ -91,15 +92,37 @@ def main(seed: int) -> None:
     )
 
 
-def write_data(folder: Path) -> list[Case]:
-    held_out = cases(HELD_OUT_CASES, seed=1, held_out=True, whens=SOON)
-    train = cases(TRAINING_CASES, seed=0, held_out=False, whens=SOON)
-    splits = {"train": train, "valid": held_out}
+def write_data(folder: Path, **files: Iterable[Any]) -> None:
+    """Writes named tuples or dictionaries as JSONL files, which get the names of the arguments."""
     folder.mkdir(parents=True, exist_ok=True)
-    for split, each in splits.items():
-        lines = "".join(json.dumps(case._asdict()) + "\n" for case in each)
-        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-    return held_out
+    for name, records in files.items():
+        entries = (each if isinstance(each, dict) else each._asdict() for each in records)
+        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def evaluate(
+    bundle: Path, data: Path, runs: Iterable[Path], *options: object
+) -> list[list[Answer]]:
+    """Returns the answers to the held-out records, without adapters and with those of each run."""
+    figures = bundle.with_name("evaluation.json")
+    adapters = (option for run in runs for option in ("--adapters", run / "adapters"))
+    call(
+        *(program("mesp"), "evaluate", bundle, data / "valid.jsonl", *adapters),
+        *(*options, "--out", figures),
+    )
+    return [
+        [Answer(each["answer"] or each["written"], each["exact_match"]) for each in samples]
+        for samples in json.loads(figures.read_text("utf-8"))["samples"]
+    ]
+
+
+def write_samples(run: Path, shown: list[Any], before: list[Answer], after: list[Answer]) -> None:
+    samples = [
+        {"prompt": case.prompt, "before": old.text, "after": new.text}
+        for case, old, new in zip(shown, before, after, strict=False)
+    ]
+    (run / "samples.json").write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
 
 
 def program(name: str) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from demo import OUT as DEMO_OUT
-from demo import RANK, SEQ_LEN, call, program
+from demo import RANK, SEQ_LEN, call, program, write_data
 from mesp.commands.command import Command
 from mesp.federate.federation import Federation
 from mesp.formatting import decimal, megabytes
@@ -40,7 +40,10 @@ def main(both: bool, rounds: int, split: str, seed: int, learning_rate: float, o
     """Simulate six people and draw the loss of each round."""
     began = time.monotonic()
     bundle, data = out / "demo.mesp", out / "requests"
-    write_data(data, HELD_OUT_CASES)
+    requests = {what: [] for what in DO}
+    for case in cases(CASES, seed=0, held_out=False):
+        requests[json.loads(case.completion)["what"]].append(case)
+    write_data(data, **requests, valid=cases(HELD_OUT_CASES, seed=1, held_out=True))
     export(bundle)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     found = {}
@@ -58,17 +61,6 @@ def main(both: bool, rounds: int, split: str, seed: int, learning_rate: float, o
     for kind, records in found.items():
         click.echo(f"{kind}: {described(records)}")
     click.echo(f"{time.monotonic() - began:.0f} s in all. The rounds, drawn: {picture}")
-
-
-def write_data(folder: Path, held_out: int) -> None:
-    files = {f"{what}.jsonl": [] for what in DO}
-    for case in cases(CASES, seed=0, held_out=False):
-        files[json.loads(case.completion)["what"] + ".jsonl"].append(case)
-    files["valid.jsonl"] = cases(held_out, seed=1, held_out=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, each in files.items():
-        lines = "".join(json.dumps(case._asdict()) + "\n" for case in each)
-        (folder / name).write_text(lines, encoding="utf-8")
 
 
 def export(bundle: Path, *options: object) -> None:

@@ -4,15 +4,13 @@ entries.
 
 from __future__ import annotations
 
-import json
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 
 import click
 from rich.console import Console
 
-from demo import TOOLS, WIDTH, call, program, shown
+from demo import TOOLS, WIDTH, call, evaluate, program, right, shown, write_data, write_samples
 from mesp.commands.command import Command
 from mesp.errors import MespError
 from mesp.formatting import decimal, duration, megabytes
@@ -20,7 +18,6 @@ from mesp.runs.log import RunLog
 from mesp.source_model.find import find_source
 from studies import real_models
 from studies.tasks import spoken_notes
-from studies.tasks.model_answers import Answer
 
 STEPS = 240
 # Most notes with their entries fit the shorter length, and all fit the longer one.
@@ -48,7 +45,10 @@ def main(model: str | None, steps: int, seed: int) -> None:
     """Teach a real model to make calendar entries of spoken notes, and show what it has learned."""
     model = model or find_model()
     began = time.monotonic()
-    bundle, data, held_out = OUT / "notes.mesp", OUT / "notes", write_data(OUT / "notes")
+    bundle, data = OUT / "notes.mesp", OUT / "notes"
+    held_out = spoken_notes.cases(HELD_OUT_CASES, seed=1, held_out=True)
+    train = spoken_notes.cases(TRAINING_CASES, seed=0, held_out=False)
+    write_data(data, train=train, valid=held_out)
     call(
         *(program("mesp-export"), "--model", model, "--data", data, "--out", bundle),
         *("--overwrite", "--seq-len", ",".join(map(str, SEQ_LENS))),
@@ -56,38 +56,12 @@ def main(model: str | None, steps: int, seed: int) -> None:
     run = OUT / "runs" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     call(
         *(program("mesp-train"), bundle, "--steps", steps, "--schedule", "linear"),
-        *(
-            "--warmup",
-            steps // 20,
-            "--seed",
-            seed,
-            "--val-batches",
-            HELD_OUT_CASES,
-            "--out",
-            run,
-        ),
+        *("--warmup", steps // 20, "--seed", seed, "--val-batches", HELD_OUT_CASES, "--out", run),
     )
-    figures = OUT / "evaluation.json"
-    call(
-        *(
-            program("mesp"),
-            "evaluate",
-            bundle,
-            data / "valid.jsonl",
-            "--adapters",
-            run / "adapters",
-        ),
-        *("--json", "--extract", r"\{[^}]*\}", "--max-tokens", MAX_TOKENS, "--out", figures),
+    before, after = evaluate(
+        *(bundle, data, [run], "--json", "--extract", r"\{[^}]*\}", "--max-tokens", MAX_TOKENS)
     )
-    before, after = (
-        [Answer(sample["answer"] or sample["written"], sample["exact_match"]) for sample in each]
-        for each in json.loads(figures.read_text("utf-8"))["samples"]
-    )
-    samples = [
-        {"prompt": case.prompt, "before": old.text, "after": new.text}
-        for case, old, new in zip(held_out, before, after, strict=True)
-    ]
-    (run / "samples.json").write_text(json.dumps(samples[:SHOWN], indent=2) + "\n", "utf-8")
+    write_samples(run, held_out[:SHOWN], before, after)
     report = OUT / "report.html"
     call(program("mesp"), "report", run, "--out", report)
 
@@ -101,8 +75,8 @@ def main(model: str | None, steps: int, seed: int) -> None:
     result = RunLog.load(run)
     loss_before, loss_after = result.held_out
     console.print(
-        f"\nRight entries, every field: {count(before)} of {len(before)} before fine-tuning, "
-        f"{count(after)} of {len(after)} after.\n"
+        f"\nRight entries, every field: {right(before)} of {len(before)} before fine-tuning, "
+        f"{right(after)} of {len(after)} after.\n"
         f"Held-out loss {decimal(loss_before)} before, {decimal(loss_after)} after, nats a token.\n"
         f"Peak footprint of the trainer {megabytes(result.peak_bytes)} MB, "
         f"{duration(result.end['seconds'])} for {result.last_step} notes; "
@@ -124,23 +98,6 @@ def find_model() -> str:
         return str(file)
     click.echo(f"The weights are the Hugging Face Hub's, in bfloat16 ({HUB}).")
     return HUB
-
-
-def write_data(folder: Path) -> list[spoken_notes.Case]:
-    held_out = spoken_notes.cases(HELD_OUT_CASES, seed=1, held_out=True)
-    splits = {
-        "train": spoken_notes.cases(TRAINING_CASES, seed=0, held_out=False),
-        "valid": held_out,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, each in splits.items():
-        lines = "".join(json.dumps(case._asdict()) + "\n" for case in each)
-        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-    return held_out
-
-
-def count(found: list[Answer]) -> int:
-    return sum(answer.is_right for answer in found)
 
 
 if __name__ == "__main__":

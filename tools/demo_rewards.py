@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from demo import TOOLS, WIDTH, call, program
+from demo import TOOLS, WIDTH, call, evaluate, program, right, write_data
 from demo_real import find_model
 from mesp.commands.command import Command
 from mesp.formatting import duration, megabytes
@@ -66,14 +66,6 @@ def cases(held_out: bool) -> list[dict[str, str]]:
     return found
 
 
-def write_data(folder: Path, steps: int) -> None:
-    splits = {"train": cases(False)[: PROMPTS * steps], "valid": cases(True)[:HELD_OUT_CASES]}
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, each in splits.items():
-        lines = "".join(json.dumps(case) + "\n" for case in each)
-        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-
-
 @click.command(cls=Command)
 @click.option(
     "--model",
@@ -89,7 +81,7 @@ def main(model: str | None, steps: int, seeds: tuple[int, ...]) -> None:
     after.
     """
     data, bundle = OUT / "data", OUT / "json.mesp"
-    write_data(data, steps)
+    write_data(data, train=cases(False)[: PROMPTS * steps], valid=cases(True)[:HELD_OUT_CASES])
     call(
         *(program("mesp-export"), "--model", model or find_model(), "--data", data),
         *("--out", bundle, "--overwrite", "--seq-len", SEQ_LEN),
@@ -99,39 +91,26 @@ def main(model: str | None, steps: int, seeds: tuple[int, ...]) -> None:
     size = ("--batch-size", PROMPTS * GROUP_SIZE, "--steps", 2, "--val-batches", 0)
     supervised = train(bundle, runs_at / "supervised", *size)
     options = (
-        "--reward",
-        "json-equal",
-        "--dr-grpo",
-        "--group-size",
-        GROUP_SIZE,
-        "--batch-size",
-        PROMPTS,
-        "--max-tokens",
-        MAX_TOKENS,
+        *("--reward", "json-equal", "--dr-grpo", "--group-size", GROUP_SIZE),
+        *("--batch-size", PROMPTS, "--max-tokens", MAX_TOKENS, "--steps", steps),
+        *("--learning-rate", LEARNING_RATE, "--schedule", "linear", "--val-batches", 0),
     )
-    options += ("--steps", steps, "--learning-rate", LEARNING_RATE, "--schedule", "linear")
-    options += ("--val-batches", 0)
     runs = [train(bundle, runs_at / f"seed{seed}", *options, "--seed", seed) for seed in seeds]
-    figures = OUT / "evaluation.json"
-    call(
-        *(program("mesp"), "evaluate", bundle, data / "valid.jsonl", "--out", figures, "--json"),
-        *("--max-tokens", MAX_TOKENS),
-        *(option for run in runs for option in ("--adapters", run.adapters)),
-    )
-    before, *after = json.loads(figures.read_text("utf-8"))["samples"]
+    folders = [run.adapters.parent for run in runs]
+    before, *after = evaluate(bundle, data, folders, "--json", "--max-tokens", MAX_TOKENS)
     table = Table("seed", "right before", "right after", "peak MB", "tokens sampled", "time")
-    for seed, run, samples in zip(seeds, runs, after, strict=True):
+    for seed, run, answers in zip(seeds, runs, after, strict=True):
         table.add_row(
             str(seed),
-            count(before),
-            count(samples),
+            f"{right(before)} of {len(before)}",
+            f"{right(answers)} of {len(answers)}",
             megabytes(run.peak_bytes),
             str(sum(step["sampled_tokens"] for step in run.steps)),
             duration(run.end["seconds"]),
         )
     console = Console(width=WIDTH, highlight=False)
     for old, new in list(zip(before, after[0], strict=True))[:4]:
-        console.print(f"\nbefore  {old['written']}\nafter   {new['written']}", markup=False)
+        console.print(f"\nbefore  {old.text}\nafter   {new.text}", markup=False)
     console.print()
     console.print(table)
     console.print(
@@ -143,10 +122,6 @@ def main(model: str | None, steps: int, seeds: tuple[int, ...]) -> None:
 def train(bundle: Path, out: Path, *options: object) -> RunLog:
     call(program("mesp-train"), bundle, *options, "--out", out)
     return RunLog.load(out)
-
-
-def count(samples: list[dict]) -> str:
-    return f"{sum(sample['exact_match'] for sample in samples)} of {len(samples)}"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from helpers.commands import call
@@ -16,6 +17,7 @@ from helpers.models import (
     write_model_in_5_bits,
 )
 from mesp.engine.process import find_count
+from mesp.runs.log import RunLog
 
 LENGTH = 256
 
@@ -126,3 +128,12 @@ def test_a_run_that_goes_on_has_a_plan(bundle: Path, tmp_path: Path):
     call("train", bundle, "--steps", 1, "--out", tmp_path / "run")
     planned = call("train", "--resume", "--steps", 2, "--dry-run", "--out", tmp_path / "run")
     assert planned.stdout == call("train", bundle, "--steps", 2, "--dry-run").stdout
+
+
+@pytest.mark.growth
+def test_the_footprint_does_not_grow(bundle: Path, tmp_path: Path):
+    """A line is fitted after the first 5% of 2,000 steps. It rises by more in a memory leak."""
+    call("train", bundle, "--steps", 2000, "--eval-every", 200, "--out", tmp_path / "run")
+    steps = RunLog.load(tmp_path / "run").steps[100:]
+    numbers, footprints = ([each[name] for each in steps] for name in ("step", "footprint_bytes"))
+    assert 2000 * np.polyfit(numbers, footprints, 1)[0] <= 1e6

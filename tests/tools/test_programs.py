@@ -10,7 +10,7 @@ from helpers.paths import ROOT
 TOOLS = ROOT / "tools"
 STUDIES = TOOLS / "studies"
 COMMANDS = ("mesp", "mesp-export", "mesp-train")
-TOOL_NAMES = ("bench", "collect", "first_hour", "push", "studies/footprint_growth")
+TOOL_NAMES = ("bench", "collect", "first_hour", "push")
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *TOOL_NAMES])

@@ -28,6 +28,7 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import mesp
+from demo import write_data
 from demo_real import find_model
 from demo_rewards import cases as sentences
 from mesp.adapters.weighted import weigh
@@ -142,17 +143,10 @@ def main(
 
 def export(model: str, name: str, steps: int) -> Bundle:
     data = OUT / name
-    write_data(data, TASKS[name](steps, False), TASKS[name](HELD_OUT, True))
+    write_data(data, train=TASKS[name](steps, False), valid=TASKS[name](HELD_OUT, True))
     return mesp.export(
         model, OUT / f"{name}.mesp", data=str(data), seq_len=SEQ_LENS, overwrite=True
     )
-
-
-def write_data(folder: Path, train: list[dict], valid: list[dict]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, records in (("train", train), ("valid", valid)):
-        lines = "".join(json.dumps(each) + "\n" for each in records)
-        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
 
 
 def of_house(name: str, count: int, held_out: bool) -> list[dict]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,10 +21,12 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.qwen2 import Model, ModelArgs
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import track
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from mesp.commands.command import Command
+from mesp.errors import MespError
 from studies.pretraining.model_folder import check_out, write_folder
 from studies.pretraining.text import (
     END_OF_TEXT,
@@ -37,7 +38,6 @@ from studies.pretraining.text import (
 
 HELD_OUT_FRACTION = 0.03
 MAX_GRADIENT_NORM = 1.0
-LOG_INTERVAL_SECONDS = 30.0  # between progress lines without a terminal
 
 
 def mean_loss(model: Model, batch: mx.array) -> mx.array:
@@ -86,95 +86,67 @@ def train(
     """Calls `evaluate(step)` every `evaluate_every` steps and after the last step, and shows its
     result.
 
-    Raises ClickException if the loss is not finite.
+    Raises MespError if the loss is not finite.
     """
     loss_and_grad = nn.value_and_grad(model, mean_loss)
-    bar = tqdm(total=steps, unit="step", disable=not sys.stderr.isatty())
-    last_line = time.monotonic()
-    for step in range(1, steps + 1):
+    console = Console(stderr=True)
+    for step in track(range(1, steps + 1), "Training", console=console):
         loss, gradient = loss_and_grad(model, next(batches))
         gradient, _ = optim.clip_grad_norm(gradient, MAX_GRADIENT_NORM)
         optimizer.update(model, gradient)
         mx.eval(model.parameters(), optimizer.state, loss)
         if not math.isfinite(loss.item()):
-            raise click.ClickException(f"The loss is not finite at step {step}.")
-        bar.update()
-        bar.set_postfix(loss=f"{loss.item():.3f}")
+            raise MespError(f"The loss is not finite at step {step}.")
         if step % evaluate_every == 0 or step == steps:
-            summary = evaluate(step)
-            with tqdm.external_write_mode():
-                click.echo(f"Step {step}: {summary}")
-        elif bar.disable and time.monotonic() - last_line >= LOG_INTERVAL_SECONDS:
-            click.echo(f"Step {step} of {steps}: training loss {loss.item():.3f}.")
-            last_line = time.monotonic()
-    bar.close()
+            console.print(f"Step {step}: {evaluate(step)}")
 
 
 @click.command(cls=Command)
 @click.argument(
-    "texts",
-    nargs=-1,
-    required=True,
-    metavar="TEXT...",
+    "texts", nargs=-1, required=True, metavar="TEXT...",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-)
+)  # fmt: skip
 @click.option(
-    "--out",
-    required=True,
-    type=click.Path(path_type=Path),
+    "--out", required=True, type=click.Path(path_type=Path),
     help="Model folder to write; a model already there is replaced.",
-)
+)  # fmt: skip
 @click.option("--steps", type=click.IntRange(1), default=2000, help="Optimizer steps.")
 @click.option("--batch-size", type=click.IntRange(1), default=8, help="Sequences a step.")
 @click.option("--seq-len", type=click.IntRange(8, 1024), default=256, help="Tokens a sequence.")
 @click.option(
-    "--learning-rate",
-    type=click.FloatRange(0, min_open=True),
-    default=3e-3,
+    "--learning-rate", type=click.FloatRange(0, min_open=True), default=3e-3,
     help="Peak AdamW learning rate.",
-)
+)  # fmt: skip
 @click.option(
-    "--weight-decay",
-    type=click.FloatRange(0),
-    default=0.1,
+    "--weight-decay", type=click.FloatRange(0), default=0.1,
     help="AdamW weight decay of the matrices.",
-)
+)  # fmt: skip
 @click.option("--vocab-size", type=click.IntRange(320), default=2048, help="Tokenizer size.")
 @click.option(
-    "--evaluate-every",
-    type=click.IntRange(1),
-    default=100,
+    "--evaluate-every", type=click.IntRange(1), default=100,
     help="Steps between measurements of the held-out loss.",
-)
+)  # fmt: skip
 @click.option("--description", default="Plain English text.", help="The text, for the model card.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of weights and batches.")
 def main(
-    texts: tuple[Path, ...],
-    out: Path,
-    steps: int,
-    batch_size: int,
-    seq_len: int,
-    learning_rate: float,
-    weight_decay: float,
-    vocab_size: int,
-    evaluate_every: int,
-    description: str,
-    seed: int,
-) -> None:
+    texts: tuple[Path, ...], out: Path, steps: int, batch_size: int, seq_len: int,
+    learning_rate: float, weight_decay: float, vocab_size: int, evaluate_every: int,
+    description: str, seed: int,
+) -> None:  # fmt: skip
     """Pretrain a tiny Qwen2.5-architecture model on TEXT... and write it to a folder.
 
     The end of the text is held out. Whenever the loss there has fallen, the folder is written, so
     that it always holds the best model so far; interrupting the training keeps it.
     """
     if not math.isfinite(learning_rate + weight_decay):
-        raise click.UsageError("The learning rate and the weight decay must be finite numbers.")
+        raise MespError("The learning rate and the weight decay must be finite numbers.")
     check_out(out)
     documents = [read_text(path) for path in texts]
     tokenizer = train_tokenizer(documents, vocab_size)
     tokens = encode(tokenizer, documents)
     held_out_count = max(int(len(tokens) * HELD_OUT_FRACTION), seq_len + 1)
     if len(tokens) - held_out_count <= 2 * seq_len:
-        raise click.UsageError(f"The text is too short: it has only {len(tokens)} tokens.")
+        raise MespError(f"The text is too short: it has only {len(tokens)} tokens.")
     training, held_out = tokens[:-held_out_count], tokens[-held_out_count:]
     held_out_bytes = len(tokenizer.decode(held_out.tolist()).encode("utf-8"))
     bytes_per_token = held_out_bytes / held_out_count
@@ -209,20 +181,7 @@ def main(
         f"{parameters:,} parameters; {len(training):,} tokens to train on, {held_out_count:,} held "
         f"out; {bytes_per_token:.2f} bytes a token."
     )
-    command = ["python", "tools/studies/pretrain_demo_model.py", *(path.name for path in texts)]
-    command += ["--out", out.name if out.is_absolute() else str(out)]
-    command += ["--description", description]
-    for option, value in (
-        ("--steps", steps),
-        ("--batch-size", batch_size),
-        ("--seq-len", seq_len),
-        ("--learning-rate", learning_rate),
-        ("--weight-decay", weight_decay),
-        ("--vocab-size", vocab_size),
-        ("--evaluate-every", evaluate_every),
-        ("--seed", seed),
-    ):
-        command += [option, str(value)]
+    command = shlex.join(["python", "tools/studies/pretrain_demo_model.py", *sys.argv[1:]])
     best = math.inf
 
     def evaluate(step: int) -> str:
@@ -232,11 +191,8 @@ def main(
         if loss >= best:
             return f"held-out loss {summary}."
         best = loss
-        facts = {
-            "text": description,
-            "loss": f"{summary} (step {step} of {steps})",
-            "command": shlex.join(command),
-        }
+        loss_of = f"{summary} (step {step} of {steps})"
+        facts = {"text": description, "loss": loss_of, "command": command}
         write_folder(out, model, tokenizer, config, facts)
         return f"held-out loss {summary}; saved."
 

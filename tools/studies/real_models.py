@@ -3,7 +3,7 @@
 Derivatives of Gemma may only be passed on with Gemma's terms.
 
     MODEL=$(python tools/studies/real_models.py SmolLM2-135M-Instruct-Q4_1)
-    python tools/studies/parity.py --model "$MODEL"
+    mesp-export --model "$MODEL" --out model.mesp
 """
 
 from __future__ import annotations

@@ -93,10 +93,7 @@ def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
         with create(folder / file) as opened:
             mx.save_safetensors(opened, shard, metadata={"format": "mlx"})
         files |= dict.fromkeys(shard, file)
-    index = {
-        "metadata": {"total_size": size},
-        "weight_map": dict(sorted(files.items())),
-    }
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=4))
 
 

@@ -136,10 +136,7 @@ def _check_function(function: Function, device: int) -> None:
     for primitive in function.primitives:
         try:
             _require(primitive.device == device, "it is for another device")
-            _require(
-                known.keys() >= set(primitive.inputs),
-                "an input is not computed before",
-            )
+            _require(known.keys() >= set(primitive.inputs), "an input is not computed before")
             inputs = [known[id] for id in primitive.inputs]
             outputs = list(primitive.outputs.values())
             for array in outputs:
@@ -203,8 +200,7 @@ def _one(inputs: Sequence[Array]) -> Array:
 
 def _ascending(places: Shape, stop: int) -> None:
     _require(
-        list(places) == sorted(set(places)) and all(0 <= place < stop for place in places),
-        _STATE,
+        list(places) == sorted(set(places)) and all(0 <= place < stop for place in places), _STATE
     )
 
 
@@ -238,10 +234,7 @@ def _view(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 def _arange(primitive: Primitive, inputs: list[Array]) -> list[Array]:
     start, stop, step = primitive.state
-    _require(
-        not inputs and all(map(math.isfinite, primitive.state)) and step != 0,
-        _STATE,
-    )
+    _require(not inputs and all(map(math.isfinite, primitive.state)) and step != 0, _STATE)
     length = max(0, math.ceil((stop - start) / step))
     (output,) = primitive.outputs.values()
     return [Array((length,), output.dtype)]
@@ -264,10 +257,7 @@ def _reshape(primitive: Primitive, inputs: list[Array]) -> list[Array]:
         place, others = shape.index(-1), math.prod(n for n in shape if n != -1)
         _require(others > 0, _STATE)
         shape = (*shape[:place], math.prod(x.shape) // others, *shape[place + 1 :])
-    _require(
-        min(shape, default=0) >= 0 and math.prod(shape) == math.prod(x.shape),
-        _STATE,
-    )
+    _require(min(shape, default=0) >= 0 and math.prod(shape) == math.prod(x.shape), _STATE)
     return [Array(shape, x.dtype)]
 
 
@@ -354,10 +344,7 @@ def _gather(primitive: Primitive, inputs: list[Array]) -> list[Array]:
     x, indices = inputs
     (place,), sizes = primitive.state
     _require(0 <= place < len(x.shape) == len(sizes), _STATE)
-    _require(
-        all(0 <= size <= n for size, n in zip(sizes, x.shape, strict=True)),
-        _STATE,
-    )
+    _require(all(0 <= size <= n for size, n in zip(sizes, x.shape, strict=True)), _STATE)
     _require(sizes[place] == 1, _STATE)
     return [Array((*indices.shape, *sizes), x.dtype)]
 
@@ -428,10 +415,7 @@ def _quantized(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 def _rope(primitive: Primitive, inputs: list[Array]) -> list[Array]:
     x, offset, periods = inputs
     turned = primitive.state[0]
-    _require(
-        len(x.shape) == 4 and turned % 2 == 0 and 2 <= turned <= x.shape[3],
-        _STATE,
-    )
+    _require(len(x.shape) == 4 and turned % 2 == 0 and 2 <= turned <= x.shape[3], _STATE)
     _require(offset == Array((), _CODES["int32"]), _INPUTS)
     _require(periods == Array((turned // 2,), _CODES["float32"]), _INPUTS)
     return [x]

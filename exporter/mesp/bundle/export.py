@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mesp.bundle.export_options import BundleOptions, ExportOptions
+from mesp.bundle.export_options import BundleOptions, ExportArguments, ExportOptions
 from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, check_rank, read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.bundle.rewriter import rewrite_bundle
@@ -85,39 +85,22 @@ class ExportJob:
         return measure_loss(model, to_source_model(bundle), sequences)
 
 
-def prepare_export(
-    model: str,
-    out: StrPath | None,
-    *,
-    data: str | None,
-    data_options: DataOptions | None,
-    seq_len: int | Sequence[int],
-    rank: int | Sequence[int],
-    mode: str | None,
-    bits: int | None,
-    group_size: int | None,
-    head_bits: int | None,
-    quantize: str,
-    calibrate: str | None,
-    random_weights: bool,
-    layers: int | None,
-    seed: int,
-    overwrite: bool,
-) -> ExportJob:
+def prepare_export(model: str, out: StrPath | None, given: ExportArguments) -> ExportJob:
     """Finds or downloads the model, and checks the options. Writes no bundle.
 
     Raises MespError if an argument cannot be used.
     """
     _check_choices(
-        quantize=(quantize, QUANTIZERS),
-        mode=(mode, MODES),
-        bits=(bits, BITS),
-        group_size=(group_size, AFFINE[1]),
-        head_bits=(head_bits, BITS),
+        quantize=(given.quantize, QUANTIZERS),
+        mode=(given.mode, MODES),
+        bits=(given.bits, BITS),
+        group_size=(given.group_size, AFFINE[1]),
+        head_bits=(given.head_bits, BITS),
     )
+    random_weights, layers = given.random_weights, given.layers
     source = find_source(str(model), random_weights)
-    arch = Architecture.from_config(source.config, max(sort_numbers(seq_len)))
-    ranks = sort_numbers(rank)
+    seq_lens, ranks = sort_numbers(given.seq_len), sort_numbers(given.rank)
+    arch = Architecture.from_config(source.config, max(seq_lens))
     check_rank(max(ranks), arch)
     if layers and layers > arch.num_hidden_layers:
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
@@ -126,14 +109,14 @@ def prepare_export(
             f"{source.name} has embeddings for each layer, which are stored for all layers together"
             "; leave out --layers, or take --random-weights."
         )
-    asked = mode, bits, group_size, head_bits
+    asked = given.mode, given.bits, given.group_size, given.head_bits
     quantizations = find_quantizations(source.name, source.config, arch, *asked)
-    if calibrate is not None:
-        _check_calibrate(quantizations, quantize, random_weights)
+    if given.calibrate is not None:
+        _check_calibrate(quantizations, given.quantize, random_weights)
     weights: Weights
     if random_weights:
         source = replace(source, name=f"{source.name}-random", revision=None)
-        weights = RandomWeights(seed, norm=1 - arch.norm_offset)
+        weights = RandomWeights(given.seed, norm=1 - arch.norm_offset)
     elif source.gguf:
         from mesp.source_model.gguf.weights import GGUFWeights
 
@@ -150,22 +133,23 @@ def prepare_export(
             )
     arch = arch.first(layers or arch.num_hidden_layers)
     quantizations = find_quantizations(source.name, source.config, arch, *asked)
-    if data is None and data_options not in (None, DataOptions()):
+    data, data_options = given.data, given.data_options or DataOptions()
+    if data is None and data_options != DataOptions():
         raise MespError("The options for data need --data; name it too.")
     if data is None and model == "demo" and not random_weights:
         data = "python-docs"
     options = ExportOptions(
         out=Path(f"{source.name}.mesp" if out is None else out),
         data=None if data is None else str(data),
-        data_options=data_options or DataOptions(),
-        seq_lens=sort_numbers(seq_len),
+        data_options=data_options,
+        seq_lens=seq_lens,
         ranks=ranks,
         quantizations=quantizations,
-        dtype=choose_dtype(weights),
-        seed=seed,
-        overwrite=overwrite,
-        quantize=quantize,
-        calibrate=calibrate,
+        dtype=weights.dtype or DTYPE,
+        seed=given.seed,
+        overwrite=given.overwrite,
+        quantize=given.quantize,
+        calibrate=given.calibrate,
     )
     return ExportJob(source, weights, arch, options)
 
@@ -223,12 +207,12 @@ def export(
         MespError: The model, the data or an argument is unsuitable, or the disk is full. Then no
             part of the bundle is left.
     """
-    job = prepare_export(
-        model, out, data=data, data_options=data_options, seq_len=seq_len, rank=rank, mode=mode,
-        bits=bits, group_size=group_size, head_bits=head_bits, quantize=quantize,
-        calibrate=calibrate, random_weights=random_weights, layers=layers, seed=seed,
-        overwrite=overwrite,
+    given = ExportArguments(
+        data=data, data_options=data_options, seq_len=seq_len, rank=rank, mode=mode, bits=bits,
+        group_size=group_size, head_bits=head_bits, quantize=quantize, calibrate=calibrate,
+        random_weights=random_weights, layers=layers, seed=seed, overwrite=overwrite,
     )  # fmt: skip
+    job = prepare_export(model, out, given)
     job.run(progress)
     return Bundle(job.options.out)
 
@@ -259,10 +243,6 @@ def rewrite(
     check_rank(max(options.ranks), has.architecture)
     rewrite_bundle(old, options, progress)
     return Bundle(options.out)
-
-
-def choose_dtype(weights: Weights) -> str:
-    return weights.dtype or DTYPE
 
 
 def sort_numbers(numbers: int | Sequence[int]) -> list[int]:

@@ -9,11 +9,7 @@ from typing import Any
 
 from mesp.errors import MespError
 from mesp.files import create, inside, read_object
-from mesp.models.architecture import (
-    PER_LAYER_EMBEDDING,
-    PER_LAYER_PROJECTION,
-    Architecture,
-)
+from mesp.models.architecture import PER_LAYER_EMBEDDING, PER_LAYER_PROJECTION, Architecture
 from mesp.models.layout import Layout
 from mesp.models.quantization_formats import Quantization
 
@@ -26,16 +22,9 @@ PER_LAYER = {
 }
 MODEL = ("id", "revision", "license")
 MORE_OF_MODEL = ("license_name", "license_link")  # these keys may be absent
-ENCODING = {
-    "chat": bool,
-    "split_special_tokens": bool,
-    "chat_template_kwargs": dict,
-}
+ENCODING = {"chat": bool, "split_special_tokens": bool, "chat_template_kwargs": dict}
 
-_PACKED = {
-    "words": int,
-    "arrays": [{"name": str, "offset": int, "shape": [int], "dtype": str}],
-}
+_PACKED = {"words": int, "arrays": [{"name": str, "offset": int, "shape": [int], "dtype": str}]}
 READ = {
     "name": str,
     "model": {"id": str},

@@ -8,20 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.bundle.export_options import ExportOptions
-from mesp.models.architecture import (
-    PER_LAYER_EMBEDDING,
-    PER_LAYER_PROJECTION,
-    Architecture,
-    Block,
-)
-from mesp.models.layout import (
-    DTYPES,
-    Layout,
-    Piece,
-    block_layout,
-    per_layer_layout,
-    table_layout,
-)
+from mesp.bundle.manifest import PER_LAYER
+from mesp.models.architecture import Architecture, Block
+from mesp.models.layout import DTYPES, Layout, Piece, block_layout, per_layer_layout, table_layout
 from mesp.models.weights import Weights, read_norm
 from mesp.quantization.choose import Quantizations
 from mesp.quantization.quantize_rows import Quantizer, least_squares_of, matrix_pieces, nearest
@@ -29,10 +18,7 @@ from mesp.source_model.calibration import Moments
 
 # The files of the per-layer embeddings. A GPU keeps a whole file in memory. Only some rows of the
 # embedding table are needed, so the table has a separate file.
-PER_LAYER = {
-    PER_LAYER_EMBEDDING: "per_layer_embedding.bin",
-    PER_LAYER_PROJECTION: "per_layer_projection.bin",
-}
+PER_LAYER_FILES = {name: f"{key}.bin" for key, name in PER_LAYER.items()}
 WeightFiles = dict[str, tuple[Layout, Iterable[Piece]]]
 
 
@@ -67,7 +53,7 @@ def weight_files(
     for name in arch.per_layer_shapes:
         layout = per_layer_layout(arch, name, quantizations.of(name), options.dtype)
         pieces = per_layer_pieces(weights, name, layout, arch, quantizations) if weights else ()
-        files[PER_LAYER[name]] = layout, pieces
+        files[PER_LAYER_FILES[name]] = layout, pieces
     return files
 
 

@@ -11,7 +11,7 @@ from mesp.bundle.export_options import ExportOptions
 from mesp.bundle.function_files import write_functions
 from mesp.bundle.manifest import Manifest, ModelName, Table, describe_files
 from mesp.bundle.weight_files import (
-    PER_LAYER,
+    PER_LAYER_FILES,
     WeightFiles,
     weight_bytes,
     weight_files,
@@ -104,7 +104,9 @@ def write_model(
         embedding=Table("embedding.bin", layouts["embedding.bin"]),
         head=Table(head, layouts[head]),
         per_layer={
-            name: Table(PER_LAYER[name], layouts[PER_LAYER[name]]) for name in arch.per_layer_shapes
+            name: Table(file, layouts[file])
+            for name, file in PER_LAYER_FILES.items()
+            if name in arch.per_layer_shapes
         },
     )
 

@@ -9,16 +9,16 @@ from click.core import ParameterSource
 from mesp import hub_upload
 from mesp.bundle.data_files import describe_data
 from mesp.bundle.export import QUANTIZERS, prepare_export, rewrite
+from mesp.bundle.export_options import ExportArguments
 from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, read_manifest
 from mesp.commands.command import Command, several
 from mesp.commands.data_options import data_options
 from mesp.commands.progress_bars import export_progress
 from mesp.commands.show import show_records
-from mesp.data.load import DataOptions
 from mesp.data.sources import SOURCES
 from mesp.engine.plan import predicted_memory
 from mesp.errors import MespError
-from mesp.models.quantization_formats import MODES, Quantization, describe_quantization
+from mesp.models.quantization_formats import AFFINE, MODES, Quantization, describe_quantization
 from mesp.quantization.choose import BITS, HEAD_BITS
 from mesp.source_model.quantization_loss import QuantizationLoss
 
@@ -31,14 +31,7 @@ def list_and_exit(context: click.Context, _: click.Parameter, wanted: bool) -> N
         context.exit()
 
 
-OPTIONS_OF_FROM = [
-    "--from",
-    "--out",
-    "--overwrite",
-    "--seq-len",
-    "--rank",
-    "--upload",
-]
+OPTIONS_OF_FROM = ["--from", "--out", "--overwrite", "--seq-len", "--rank", "--upload"]
 
 
 @click.command(cls=Command)
@@ -73,14 +66,14 @@ OPTIONS_OF_FROM = [
     help="Kind of quantization; those but affine set the bits and the groups.",
 )  # fmt: skip
 @click.option(
-    "--bits", type=click.Choice(list(map(str, BITS))), show_default="4", help="Bits a weight.",
+    "--bits", type=click.Choice(BITS), show_default="4", help="Bits a weight.",
 )  # fmt: skip
 @click.option(
-    "--group-size", type=click.Choice(["32", "64", "128"]), show_default="64",
+    "--group-size", type=click.Choice(sorted(AFFINE[1])), show_default="64",
     help="Weights that share a scale.",
 )  # fmt: skip
 @click.option(
-    "--head-bits", type=click.Choice(list(map(str, BITS))),
+    "--head-bits", type=click.Choice(BITS),
     show_default=f"{HEAD_BITS}, or --bits where that is more",
     help="Bits a weight of the output head, which an embedding tied to it is too.",
 )  # fmt: skip
@@ -111,10 +104,9 @@ OPTIONS_OF_FROM = [
     help="Put the bundle, with its data, into a repository of the Hugging Face Hub too.",
 )  # fmt: skip
 def main(
-    model: str | None, old: Path | None, out: Path | None, data: str | None,
-    data_options: DataOptions, seq_lens: tuple[int, ...], ranks: tuple[int, ...],
-    bits: str | None, group_size: str | None, head_bits: str | None, measure: str | None,
-    overwrite: bool, upload: str | None, **options: Any,
+    model: str | None, old: Path | None, out: Path | None, seq_lens: tuple[int, ...],
+    ranks: tuple[int, ...], measure: str | None, overwrite: bool, upload: str | None,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Quantize a model and write it as a bundle to fine-tune on an iPhone, a Mac or Linux."""
     if old is not None:
@@ -130,13 +122,8 @@ def main(
         return
     if model is None:
         raise MespError("Name a model with --model, or a bundle to export again with --from.")
-    job = prepare_export(
-        model, out, data=data, data_options=data_options, overwrite=overwrite,
-        seq_len=seq_lens or 256, rank=ranks or 8, bits=int(bits) if bits else None,
-        group_size=int(group_size) if group_size else None,
-        head_bits=int(head_bits) if head_bits else None,
-        **options,
-    )  # fmt: skip
+    options |= {"seq_len": seq_lens or 256, "rank": ranks or 8, "overwrite": overwrite}
+    job = prepare_export(model, out, ExportArguments(**options))
     if upload is not None:
         folder = job.source.folder
         files = [] if folder is None else [file.name for file in folder.iterdir()]

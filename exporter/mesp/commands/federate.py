@@ -32,12 +32,7 @@ from mesp.federate.local_training import SETTINGS
 from mesp.federate.partition import Partition, read_topics, share_out
 from mesp.federate.rounds_progress import RoundsProgress, summary
 from mesp.folders import refuse_linked_folders
-from mesp.settings.command_options import (
-    add_options,
-    find_given,
-    paper_option,
-    require_values,
-)
+from mesp.settings.command_options import add_options, find_given, paper_option, require_values
 from mesp.settings.declaration import list_settings, refuse_changes
 from mesp.settings.rules import check_use
 from mesp.settings.train_settings import TrainSettings
@@ -146,10 +141,7 @@ def prepare_federation(context: click.Context, simulated: bool = True) -> Federa
 
 
 def read_resumed(
-    output: Path | None,
-    bundle: Path | None,
-    own: Mapping[str, Any],
-    training: Mapping[str, Any],
+    output: Path | None, bundle: Path | None, own: Mapping[str, Any], training: Mapping[str, Any]
 ) -> tuple[Path, FederationSettings, TrainSettings]:
     """Returns the bundle, the federation's settings and the training settings of the federation in
     `output`.

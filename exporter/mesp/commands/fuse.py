@@ -30,9 +30,7 @@ FUSED_GGUF = "model.gguf"
 WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 
 
-@click.command(
-    cls=Command,
-)
+@click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @several(
     "--adapters", required=True, kind=click.Path(path_type=Path), metavar="FOLDER,...",

@@ -14,23 +14,13 @@ from mesp.commands.config import config_option
 from mesp.commands.fine_tune_type import fine_tune_type_option
 from mesp.commands.progress_bars import TrainingProgress
 from mesp.engine.build import find_engine
-from mesp.engine.plan import (
-    describe_count,
-    describe_optimizers,
-    describe_plan,
-    describe_privacy,
-)
+from mesp.engine.plan import describe_count, describe_optimizers, describe_plan, describe_privacy
 from mesp.engine.process import find_count, find_plan
 from mesp.engine.train import TrainingJob, prepare_training
 from mesp.errors import MespError
 from mesp.formatting import decimal, duration, megabytes, quality
 from mesp.runs.log import LOG_NAME, RunLog
-from mesp.settings.command_options import (
-    add_options,
-    find_given,
-    paper_option,
-    require_values,
-)
+from mesp.settings.command_options import add_options, find_given, paper_option, require_values
 from mesp.settings.train_settings import TrainSettings
 
 log = logging.getLogger(__name__)

@@ -99,12 +99,7 @@ def load_additional(
 
 
 def tokenize(
-    data: str,
-    records: Records,
-    tokenizer: Any,
-    seq_len: int,
-    vocab_size: int,
-    options: DataOptions,
+    data: str, records: Records, tokenizer: Any, seq_len: int, vocab_size: int, options: DataOptions
 ) -> dict[str, Split]:
     kind = kind_of(itertools.chain(*records.values()))
     pack = kind is Text if options.pack is None else options.pack

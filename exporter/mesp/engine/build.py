@@ -68,8 +68,8 @@ def find_engine(
         if shutil.which("swift") is None:
             raise MespError(
                 f"The mesp-engine that came with this package {reason}: install the package again, "
-                "into an environment of its own, or install Swift 6.1 from https://swift.org/install "
-                "to build another."
+                "into an environment of its own, or install Swift 6.1 from "
+                "https://swift.org/install to build another."
             )
     return _find(ENGINE, checkout, sources)
 

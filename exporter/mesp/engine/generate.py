@@ -16,11 +16,35 @@ from mesp.errors import plain_errors
 
 
 class TextStream:
-    """The text after a prompt, in pieces as they arrive.
+    """The text that a bundle's model writes after a prompt, in pieces as they arrive.
 
     `prompt_tokens` is the number of tokens in the prompt. After the last piece, `end` is the
     engine's ``end`` record. Its ``reason`` is ``stopped`` if a signal such as Ctrl-C ended the
     text.
+
+    Args:
+        bundle: A bundle or its folder.
+        prompt: The text to continue or, in the chat template, to answer.
+        adapters: A folder of adapters from MeSP, mlx-lm or PEFT, or several folders, whose weighted
+            sum is added to the model; None for the base model.
+        weights: A factor from 0 to 10 for each folder of `adapters`, by default 1; 0 leaves the
+            folder out.
+        max_tokens: The largest number of tokens in the text.
+        temperature: From 0, which always takes the likeliest token, to 100.
+        top_p: Draw from the fewest tokens whose probabilities sum to at least this, above 0 up to
+            1.
+        seed: Seed of sampling.
+        device: ``cpu`` or ``gpu``; None: a GPU if MLX can use one.
+        system_prompt: The system message of the chat template.
+        chat: Whether the prompt goes into the chat template; None: as the bundle's data, or if the
+            tokenizer has one.
+        split_special_tokens: Whether special tokens in the prompts are encoded as ordinary text;
+            None: as the bundle's data.
+        chat_template_kwargs: Options of the chat template; None: as the bundle's data.
+
+    Raises:
+        MespError: The bundle, the adapters, their weights or the prompt cannot be used, or the
+            engine fails.
     """
 
     def __init__(
@@ -45,33 +69,19 @@ class TextStream:
         manifest = read_manifest(path)
         self._tokenizer = load_bundle_tokenizer(path)
         how = as_trained(
-            manifest.encoding,
-            bool(manifest.data),
-            chat=chat,
-            split_special_tokens=split_special_tokens,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+            manifest.encoding, bool(manifest.data), chat=chat,
+            split_special_tokens=split_special_tokens, chat_template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
+        split = bool(how["split_special_tokens"])
         tokens = encode_prompt(
-            self._tokenizer,
-            prompt,
-            how["chat"],
-            system_prompt,
-            bool(how["split_special_tokens"]),
-            how[OPTIONS],
+            self._tokenizer, prompt, how["chat"], system_prompt, split, how[OPTIONS]
         )
         self.prompt_tokens = len(tokens)
         self.end: Record = {}
         self._records = process.generate(
-            path,
-            tokens,
-            adapters=stack,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            device=device,
-            stop=sorted(self._tokenizer.eos_token_ids),
-        )
+            path, tokens, adapters=stack, device=device, stop=self._tokenizer.eos_token_ids,
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed,
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[str]:
         detokenizer = self._tokenizer.detokenizer
@@ -102,48 +112,17 @@ def generate(
     split_special_tokens: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns the text that a bundle's model writes after a prompt.
+    """Returns the text that a bundle's model writes after a prompt, in whole.
 
-    Args:
-        bundle: A bundle or its folder.
-        prompt: The text to continue or, in the chat template, to answer.
-        adapters: A folder of adapters from MeSP, mlx-lm or PEFT, or several folders, whose weighted
-            sum is added to the model; None for the base model.
-        weights: A factor from 0 to 10 for each folder of `adapters`, by default 1; 0 leaves the
-            folder out.
-        max_tokens: The largest number of tokens in the text.
-        temperature: From 0, which always takes the likeliest token, to 100.
-        top_p: Draw from the fewest tokens whose probabilities sum to at least this, above 0 up to
-            1.
-        seed: Seed of sampling.
-        device: ``cpu`` or ``gpu``; None: a GPU if MLX can use one.
-        system_prompt: The system message of the chat template.
-        chat: Whether the prompt goes into the chat template; None: as the bundle's data, or if the
-            tokenizer has one.
-        split_special_tokens: Whether special tokens in the prompts are encoded as ordinary text;
-            None: as the bundle's data.
-        chat_template_kwargs: Options of the chat template; None: as the bundle's data.
-
-    Raises:
-        MespError: The bundle, the adapters, their weights or the prompt cannot be used, or the
-            engine fails.
-        KeyboardInterrupt: A signal such as Ctrl-C ended the text.
+    The arguments are those of `TextStream`. Raises what `TextStream` raises, and KeyboardInterrupt
+    if a signal such as Ctrl-C ended the text.
     """
     stream = TextStream(
-        bundle,
-        prompt,
-        adapters=adapters,
-        weights=weights,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        device=device,
-        system_prompt=system_prompt,
-        chat=chat,
-        split_special_tokens=split_special_tokens,
+        bundle, prompt, adapters=adapters, weights=weights, max_tokens=max_tokens,
+        temperature=temperature, top_p=top_p, seed=seed, device=device,
+        system_prompt=system_prompt, chat=chat, split_special_tokens=split_special_tokens,
         chat_template_kwargs=chat_template_kwargs,
-    )
+    )  # fmt: skip
     text = "".join(stream)
     if stream.end["reason"] == "stopped":
         raise KeyboardInterrupt

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from mesp.settings.declaration import is_held
 
 log = logging.getLogger(__name__)
 LINE = 1 << 26
+SAMPLING = {"max_tokens": 256, "temperature": 0.0, "top_p": 1.0, "seed": 0}
 Settings = Mapping[str, Any]
 Record = dict[str, Any]
 
@@ -244,18 +245,14 @@ def check_device(device: str | None) -> None:
         raise MespError("MLX can use no GPU on this machine; leave out --device gpu.")
 
 
-def find_plan(engine: Path, settings: Settings) -> Record:
-    return _answer(engine, settings)
-
-
 def find_count(settings: Settings) -> Record:
     """Raises MespError if mesp-count cannot be built, if it fails, or if this system is
     not Linux.
     """
-    return _answer(find_counter(), {**settings, "device": "gpu"}, "mesp-count")
+    return find_plan(find_counter(), {**settings, "device": "gpu"}, "mesp-count")
 
 
-def _answer(program: Path, settings: Settings, name: str = "mesp-engine") -> Record:
+def find_plan(program: Path, settings: Settings, name: str = "mesp-engine") -> Record:
     asked = {"output": "", **settings, "dry_run": True}
     with running([], asked, engine=program) as started:
         for _ in started:
@@ -285,30 +282,21 @@ def generate(
     prompt: Sequence[int],
     *,
     adapters: Sequence[WeightedAdapters] = (),
-    max_tokens: int = 256,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    stop: Sequence[int] = (),
+    stop: Iterable[int] = (),
     device: str | None = None,
+    **sampling: float,
 ) -> Iterator[Record]:
+    """Yields the engine's records. `sampling` replaces values of `SAMPLING`."""
+    settings = _settings_of_model(bundle, adapters, device) | SAMPLING | sampling
+    return stream_records("generate", settings | {"prompt": list(prompt), "stop": sorted(stop)})
+
+
+def _settings_of_model(
+    bundle: Path, adapters: Sequence[WeightedAdapters], device: str | None
+) -> dict[str, Any]:
     check_device(device)
-    settings = {
-        "bundle": str(bundle.resolve()),
-        "device": device,
-        "adapters": _named(adapters),
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
-        "stop": list(stop),
-    }
-    return stream_records("generate", settings)
-
-
-def _named(adapters: Sequence[WeightedAdapters]) -> list[Settings]:
-    return [{"folder": str(each.folder.resolve()), "weight": each.weight} for each in adapters]
+    named = [{"folder": str(each.folder.resolve()), "weight": each.weight} for each in adapters]
+    return {"bundle": str(bundle.resolve()), "device": device, "adapters": named}
 
 
 class Score(NamedTuple):
@@ -374,12 +362,7 @@ class Evaluator:
 def evaluator(
     bundle: Path, adapters: Sequence[WeightedAdapters] = (), device: str | None = None
 ) -> Iterator[Evaluator]:
-    check_device(device)
-    settings = {
-        "bundle": str(bundle.resolve()),
-        "device": device,
-        "adapters": _named(adapters),
-    }
+    settings = _settings_of_model(bundle, adapters, device)
     with running(["evaluate"], settings, stdin=subprocess.PIPE) as started:
         try:
             yield Evaluator(started)

@@ -85,9 +85,7 @@ def compare(metrics: Sequence[Metric]) -> list[tuple[Estimate, Estimate | None]]
     first = metrics[0]
     n = 0 if first.sums is None else len(first.sums)
     bounds: list[Any] = [(None, None)] * (2 * len(metrics))
-    if n < 2 or any(metric.sums is None for metric in metrics):
-        pass
-    else:
+    if n >= 2 and all(metric.sums is not None for metric in metrics):
         drawn = [metric.resampled() for metric in metrics]
         bounds = [interval(each) for each in drawn + [each - drawn[0] for each in drawn]]
     return [

@@ -12,34 +12,28 @@ import mlx.core as mx
 from mesp.models.mixers import Modules
 from mesp.models.mlps import Experts
 
-SEPARATE_ATTENTION: Modules = (
-    ("self_attn.q_proj", ("q",)),
-    ("self_attn.k_proj", ("k",)),
-    ("self_attn.v_proj", ("v",)),
-    ("self_attn.o_proj", ("o",)),
+
+def _modules(prefix: str, **layers: str) -> Modules:
+    """Returns linear layers with the projections that each computes, separated by spaces."""
+    return tuple((f"{prefix}.{name}", tuple(each.split())) for name, each in layers.items())
+
+
+def _gate_up_down(prefix: str, gate: str, up: str, down: str) -> Modules:
+    return _modules(prefix, **{gate: "gate", up: "up", down: "down"})
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+SEPARATE_ATTENTION = _modules("self_attn", q_proj="q", k_proj="k", v_proj="v", o_proj="o")
+SEPARATE_MLP = _gate_up_down("mlp", *_PROJECTIONS)
+FUSED_ATTENTION = _modules("self_attn", qkv_proj="q k v", o_proj="o")
+GATED_DELTA_NET = _modules(
+    "linear_attn", in_proj_qkv="qkv", in_proj_z="z", in_proj_b="b", in_proj_a="a", out_proj="out"
 )
-SEPARATE_MLP: Modules = (
-    ("mlp.gate_proj", ("gate",)),
-    ("mlp.up_proj", ("up",)),
-    ("mlp.down_proj", ("down",)),
-)
-FUSED_ATTENTION: Modules = (("self_attn.qkv_proj", ("q", "k", "v")), ("self_attn.o_proj", ("o",)))
-GATED_DELTA_NET: Modules = (
-    ("linear_attn.in_proj_qkv", ("qkv",)),
-    ("linear_attn.in_proj_z", ("z",)),
-    ("linear_attn.in_proj_b", ("b",)),
-    ("linear_attn.in_proj_a", ("a",)),
-    ("linear_attn.out_proj", ("out",)),
-)
-HEAD_GATE: Modules = (("self_attn.g_proj", ("g",)),)
-SHORT_CONVOLUTION: Modules = (("conv.in_proj", ("in",)), ("conv.out_proj", ("out",)))
-MAMBA2: Modules = (("mamba.in_proj", ("in",)), ("mamba.out_proj", ("out",)))
-_LFM_MLP: Modules = (
-    ("feed_forward.w1", ("gate",)),
-    ("feed_forward.w3", ("up",)),
-    ("feed_forward.w2", ("down",)),
-)
-FUSED_MLP: Modules = (("mlp.gate_up_proj", ("gate", "up")), ("mlp.down_proj", ("down",)))
+HEAD_GATE = _modules("self_attn", g_proj="g")
+SHORT_CONVOLUTION = _modules("conv", in_proj="in", out_proj="out")
+MAMBA2 = _modules("mamba", in_proj="in", out_proj="out")
+_LFM_MLP = _gate_up_down("feed_forward", "w1", "w3", "w2")
+FUSED_MLP = _modules("mlp", gate_up_proj="gate up", down_proj="down")
 # The MLP's layers in Hugging Face's checkpoints of Granite 4 without experts, each with the layers
 # that mlx-lm has in its place.
 _SHARED_MLP: Modules = (
@@ -160,10 +154,8 @@ def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
     rope = config["rope_parameters"]
     full = rope["full_attention"]
     if full.get("rope_type", "default") == "default":
-        found["rope_parameters"] = {
-            **rope,
-            "full_attention": {**full, "rope_type": "proportional"},
-        }
+        full = {**full, "rope_type": "proportional"}
+        found["rope_parameters"] = {**rope, "full_attention": full}
     return found
 
 
@@ -255,20 +247,11 @@ _QWEN3_5 = Family(
     other_layers="linear_attention",
     takes=("partial_rotary_factor",),
 )
-_GEMMA3 = replace(
-    _GEMMA,
-    qk_norm=True,
-    full_every=6,
-    embedding_factor="rounded_root",
-    takes=(),
-)
+_GEMMA3 = replace(_GEMMA, qk_norm=True, full_every=6, embedding_factor="rounded_root", takes=())
 _GEMMA4 = Family(
     qk_norm=True,
     v_norm=True,
-    per_layer=(
-        ("per_layer_input_gate", ("ple_gate",)),
-        ("per_layer_projection", ("ple_out",)),
-    ),
+    per_layer=(("per_layer_input_gate", ("ple_gate",)), ("per_layer_projection", ("ple_out",))),
     post_norms=True,
     activation="gelu_pytorch_tanh",
     embedding_factor="rounded_root",
@@ -296,11 +279,7 @@ _QWEN3_5_MOE = replace(
     experts=Experts(
         "mlp.gate", "mlp.switch_mlp", "softmax", None, mlp_gate="mlp.shared_expert_gate"
     ),
-    beside_experts=(
-        ("mlp.shared_expert.gate_proj", ("gate",)),
-        ("mlp.shared_expert.up_proj", ("up",)),
-        ("mlp.shared_expert.down_proj", ("down",)),
-    ),
+    beside_experts=_gate_up_down("mlp.shared_expert", *_PROJECTIONS),
     hf_experts=(
         ("mlp.experts.gate_up_proj", ("mlp.switch_mlp.gate_proj", "mlp.switch_mlp.up_proj")),
         ("mlp.experts.down_proj", ("mlp.switch_mlp.down_proj",)),
@@ -338,10 +317,7 @@ FAMILIES = {
     "granitemoehybrid": Family(
         hf_modules=_SHARED_MLP,
         experts=Experts("block_sparse_moe.router.layer", _GRANITE_EXPERTS, "softmax", None),
-        beside_experts=(
-            ("shared_mlp.input_linear", ("gate", "up")),
-            ("shared_mlp.output_linear", ("down",)),
-        ),
+        beside_experts=_modules("shared_mlp", input_linear="gate up", output_linear="down"),
         hf_experts=(
             (
                 "block_sparse_moe.input_linear",
@@ -353,10 +329,7 @@ FAMILIES = {
         takes=("attention_bias", "num_experts"),
         read=_read_granite4,
     ),
-    "minicpm": Family(
-        mlx_ties=False,
-        read=_read_minicpm,
-    ),
+    "minicpm": Family(mlx_ties=False, read=_read_minicpm),
     "mistral": _MISTRAL,
     "ministral3": _MISTRAL,
     "mistral3": _in_several(_MISTRAL, "mistral", "ministral3"),
@@ -372,15 +345,10 @@ FAMILIES = {
     "lfm2": _LFM2,
     "lfm2_moe": replace(
         _LFM2,
-        mlp=(
-            ("feed_forward.gate_proj", ("gate",)),
-            ("feed_forward.up_proj", ("up",)),
-            ("feed_forward.down_proj", ("down",)),
-        ),
-        hf_modules=(
-            ("feed_forward.w1", ("feed_forward.gate_proj",)),
-            ("feed_forward.w3", ("feed_forward.up_proj",)),
-            ("feed_forward.w2", ("feed_forward.down_proj",)),
+        mlp=_gate_up_down("feed_forward", *_PROJECTIONS),
+        hf_modules=tuple(
+            (f"feed_forward.{there}", (f"feed_forward.{here}",))
+            for there, here in zip(("w1", "w3", "w2"), _PROJECTIONS, strict=True)
         ),
         experts=Experts(
             "feed_forward.gate", "feed_forward.switch_mlp", "sigmoid", "feed_forward.expert_bias"

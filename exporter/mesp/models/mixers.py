@@ -1,15 +1,40 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 Modules = tuple[tuple[str, tuple[str, ...]], ...]
 Shape = tuple[int, int]
 
 
+class _Mixer:
+    """What a mixer without sliding windows, norms of heads and other vectors has."""
+
+    modules: Modules
+
+    def within(self, length: int) -> Self:
+        """Returns the mixer for sequences of `length` tokens."""
+        return self
+
+    def norms(self) -> dict[str, int]:
+        return {}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the weights outside of linear layers and of `norms`."""
+        return {}
+
+    def _require(self, projections: Iterable[str], sizes: Iterable[Any], **sound: bool) -> None:
+        """Raises what `refuse_unsound` raises unless the mixer has these projections, the sizes are
+        sizes and all of `sound` holds.
+        """
+        own = sorted(projections_of(self.modules))
+        sound = {"sizes": all(map(is_size, sizes)), **sound, "modules": own == sorted(projections)}
+        refuse_unsound(sound)
+
+
 @dataclass(frozen=True)
-class AttentionMixer:
+class AttentionMixer(_Mixer):
     type: ClassVar[str] = "attention"
     out: ClassVar[str] = "o"
 
@@ -42,9 +67,7 @@ class AttentionMixer:
         return self.head_dim if self.output_gate else int(self.head_gate)
 
     def within(self, length: int) -> AttentionMixer:
-        """Returns the mixer for sequences of `length` tokens. A sliding window of at least `length`
-        tokens is removed.
-        """
+        """As in the base class. A sliding window of at least `length` tokens is removed."""
         unlimited = self.sliding_window is None or self.sliding_window >= length
         return replace(self, sliding_window=None) if unlimited else self
 
@@ -65,32 +88,27 @@ class AttentionMixer:
         normed = [each for each in "qk" if self.qk_norm and each in self._projections]
         return {f"self_attn.{each}_norm.weight": self.head_dim for each in normed}
 
-    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {}
-
     def check(self) -> None:
         sizes = [self.num_attention_heads, self.num_key_value_heads, self.head_dim]
         sizes += [] if self.sliding_window is None else [self.sliding_window]
         cap = self.attn_logit_softcapping
         numbers = [self.attention_scale, self.rope_scale]
         numbers += [] if cap is None else [cap]
-        refuse_unsound(
-            {
-                "sizes": all(map(is_size, sizes)),
-                "numbers": all(map(is_positive, numbers)),
-                "flags": type(self.qk_norm) is type(self.output_gate) is type(self.v_norm) is bool,
-                "gates": not (self.output_gate and self.head_gate),
-                "num_key_value_heads": self.num_attention_heads % self.num_key_value_heads == 0,
-                "frequencies": 2 * len(self.frequencies) <= self.head_dim
-                and all(is_positive(f) or (type(f) is float and f == 0) for f in self.frequencies),
-                "modules": sorted(projections_of(self.modules)) == sorted(self._projections),
-                "keys_of": self.keys_of is None or type(self.keys_of) is int,
-            }
+        self._require(
+            self._projections,
+            sizes,
+            numbers=all(map(is_positive, numbers)),
+            flags=type(self.qk_norm) is type(self.output_gate) is type(self.v_norm) is bool,
+            gates=not (self.output_gate and self.head_gate),
+            num_key_value_heads=self.num_attention_heads % self.num_key_value_heads == 0,
+            frequencies=2 * len(self.frequencies) <= self.head_dim
+            and all(is_positive(f) or (type(f) is float and f == 0) for f in self.frequencies),
+            keys_of=self.keys_of is None or type(self.keys_of) is int,
         )
 
 
 @dataclass(frozen=True)
-class GatedDeltaNet:
+class GatedDeltaNet(_Mixer):
     """Gated DeltaNet (Yang et al., arXiv:2412.06464), with a recurrent state for each value head.
 
     A causal depthwise convolution and silu follow the projection qkv.
@@ -105,9 +123,6 @@ class GatedDeltaNet:
     key_head_dim: int
     value_head_dim: int
     kernel_size: int
-
-    def within(self, length: int) -> GatedDeltaNet:
-        return self
 
     @property
     def conv_dim(self) -> int:
@@ -124,11 +139,7 @@ class GatedDeltaNet:
             "out": (hidden, self.values)
         }
 
-    def norms(self) -> dict[str, int]:
-        return {}
-
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the weights outside of linear layers."""
         shapes = {
             "conv1d.weight": (self.conv_dim, self.kernel_size),
             "norm.weight": (self.value_head_dim,),
@@ -142,17 +153,12 @@ class GatedDeltaNet:
             self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim,
             self.kernel_size,
         )  # fmt: skip
-        refuse_unsound(
-            {
-                "sizes": all(map(is_size, sizes)),
-                "num_value_heads": self.num_value_heads % self.num_key_heads == 0,
-                "modules": sorted(projections_of(self.modules)) == ["a", "b", "out", "qkv", "z"],
-            }
-        )
+        divides = self.num_value_heads % self.num_key_heads == 0
+        self._require(("qkv", "z", "b", "a", "out"), sizes, num_value_heads=divides)
 
 
 @dataclass(frozen=True)
-class ShortConvolution:
+class ShortConvolution(_Mixer):
     """A causal depthwise convolution between two gates, as in LFM2."""
 
     type: ClassVar[str] = "short_convolution"
@@ -161,30 +167,18 @@ class ShortConvolution:
     modules: Modules
     kernel_size: int
 
-    def within(self, length: int) -> ShortConvolution:
-        return self
-
     def shapes(self, hidden: int) -> dict[str, Shape]:
         return {"in": (3 * hidden, hidden), "out": (hidden, hidden)}
 
-    def norms(self) -> dict[str, int]:
-        return {}
-
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of the convolution's weight."""
         return {"conv.conv.weight": (hidden, self.kernel_size)}
 
     def check(self) -> None:
-        refuse_unsound(
-            {
-                "kernel_size": is_size(self.kernel_size),
-                "modules": sorted(projections_of(self.modules)) == ["in", "out"],
-            }
-        )
+        self._require(("in", "out"), (), kernel_size=is_size(self.kernel_size))
 
 
 @dataclass(frozen=True)
-class Mamba2Mixer:
+class Mamba2Mixer(_Mixer):
     """Mamba-2 (Dao & Gu, arXiv:2405.21060), with a recurrent state for each head.
 
     The input projection computes z, xBC and dt, in this order. A causal depthwise convolution and
@@ -202,9 +196,6 @@ class Mamba2Mixer:
     kernel_size: int
     norm_eps: float
 
-    def within(self, length: int) -> Mamba2Mixer:
-        return self
-
     @property
     def values(self) -> int:
         return self.num_heads * self.head_dim
@@ -217,11 +208,7 @@ class Mamba2Mixer:
         outputs = self.values + self.conv_dim + self.num_heads
         return {"in": (outputs, hidden), "out": (hidden, self.values)}
 
-    def norms(self) -> dict[str, int]:
-        return {}
-
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the weights outside of linear layers."""
         shapes = {
             "conv1d.weight": (self.conv_dim, self.kernel_size),
             "conv1d.bias": (self.conv_dim,),
@@ -236,14 +223,8 @@ class Mamba2Mixer:
         sizes = (
             self.num_heads, self.head_dim, self.num_groups, self.state_size, self.kernel_size,
         )  # fmt: skip
-        refuse_unsound(
-            {
-                "sizes": all(map(is_size, sizes)),
-                "num_groups": self.num_heads % self.num_groups == 0,
-                "norm_eps": is_positive(self.norm_eps),
-                "modules": sorted(projections_of(self.modules)) == ["in", "out"],
-            }
-        )
+        divides = self.num_heads % self.num_groups == 0
+        self._require(("in", "out"), sizes, num_groups=divides, norm_eps=is_positive(self.norm_eps))
 
 
 Mixer = AttentionMixer | GatedDeltaNet | ShortConvolution | Mamba2Mixer

@@ -110,6 +110,12 @@ _qwen35 = partial(
     linear_conv_kernel_dim=4, tie_word_embeddings=True, hidden_act="silu",
 )  # fmt: skip
 
+_QWEN3_MOE = {
+    **_qwen3(2048, 48, 6144, 32, 4, tie_word_embeddings=False),
+    "model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}  # fmt: skip
 _QWEN35_MOE = {
     **_qwen35(2048, 40, 0, 16, 2, linear_num_value_heads=32),
     "model_type": "qwen3_5_moe", "num_experts": 256, "num_experts_per_tok": 8,
@@ -210,26 +216,9 @@ _MODELS = (
     (("Qwen/Qwen3-0.6B",), "apache-2.0", _qwen3(1024, 28, 3072, 16, 8)),
     (("Qwen/Qwen3-1.7B",), "apache-2.0", _qwen3(2048, 28, 6144, 16, 8)),
     (("Qwen/Qwen3-4B",), "apache-2.0", _qwen3(2560, 36, 9728, 32, 8)),
-    (
-        ("Qwen/Qwen3-8B",),
-        "apache-2.0",
-        _qwen3(4096, 36, 12288, 32, 8, tie_word_embeddings=False),
-    ),
-    (
-        ("Qwen/Qwen3-14B",),
-        "apache-2.0",
-        _qwen3(5120, 40, 17408, 40, 8, tie_word_embeddings=False),
-    ),
-    (
-        _tuned("Qwen/Qwen3-30B-A3B", "-Base"),
-        "apache-2.0",
-        {
-            **_qwen3(2048, 48, 6144, 32, 4, tie_word_embeddings=False),
-            "model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": [],
-            "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-            "norm_topk_prob": True,
-        },
-    ),
+    (("Qwen/Qwen3-8B",), "apache-2.0", _qwen3(4096, 36, 12288, 32, 8, tie_word_embeddings=False)),
+    (("Qwen/Qwen3-14B",), "apache-2.0", _qwen3(5120, 40, 17408, 40, 8, tie_word_embeddings=False)),
+    (_tuned("Qwen/Qwen3-30B-A3B", "-Base"), "apache-2.0", _QWEN3_MOE),
     (_tuned("Qwen/Qwen3.5-0.8B", "-Base"), "apache-2.0",
      _qwen35(1024, 24, 3584, 8, 2, linear_num_value_heads=16)),
     (_tuned("Qwen/Qwen3.5-2B", "-Base"), "apache-2.0",
@@ -247,135 +236,58 @@ _MODELS = (
     (_tuned("meta-llama/Llama-3.2-1B"), "llama3.2", _llama32(2048, 16, 8192, 32, 8, head_dim=64)),
     (_tuned("meta-llama/Llama-3.2-3B"), "llama3.2", _llama32(3072, 28, 8192, 24, 8, head_dim=128)),
     (_tuned("meta-llama/Llama-3.1-8B"), "llama3.1", _llama31(4096, 32, 14336, 32, 8)),
-    (
-        _tuned("HuggingFaceTB/SmolLM2-135M"),
-        "apache-2.0",
-        _smollm2(576, 30, 1536, 9, 3, rope_theta=1e5),
-    ),
-    (
-        _tuned("HuggingFaceTB/SmolLM2-360M"),
-        "apache-2.0",
-        _smollm2(960, 32, 2560, 15, 5, rope_theta=1e5),
-    ),
-    (
-        _tuned("HuggingFaceTB/SmolLM2-1.7B"),
-        "apache-2.0",
-        _smollm2(2048, 24, 8192, 32, 32, rope_theta=1.3e5),
-    ),
+    (_tuned("HuggingFaceTB/SmolLM2-135M"), "apache-2.0",
+     _smollm2(576, 30, 1536, 9, 3, rope_theta=1e5)),
+    (_tuned("HuggingFaceTB/SmolLM2-360M"), "apache-2.0",
+     _smollm2(960, 32, 2560, 15, 5, rope_theta=1e5)),
+    (_tuned("HuggingFaceTB/SmolLM2-1.7B"), "apache-2.0",
+     _smollm2(2048, 24, 8192, 32, 32, rope_theta=1.3e5)),
     (("HuggingFaceTB/SmolLM3-3B",), "apache-2.0", _smollm3(2048, 36, 11008, 16, 4)),
-    (
-        _tuned("google/gemma-3-270m", "-it"),
-        "gemma",
-        _gemma3(
-            640, 18, 2048, 4, 1, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3
-        ),
-    ),
-    (
-        ("google/gemma-3-1b-pt", "google/gemma-3-1b-it"),
-        "gemma",
-        _gemma3(1152, 26, 6912, 4, 1, sliding_window_pattern=6),
-    ),
-    (
-        ("google/gemma-3-4b-pt", "google/gemma-3-4b-it"),
-        "gemma",
-        {"model_type": "gemma3", "text_config": _gemma3(
-            2560, 34, 10240, 8, 4, vocab_size=262208, max_position_embeddings=131072,
-            sliding_window=1024, rope_scaling={"rope_type": "linear", "factor": 8.0},
-        )},
-    ),
-    (
-        _tuned("google/gemma-4-E2B", "-it"),
-        "apache-2.0",
-        {"model_type": "gemma4", "text_config": _gemma4(1536, 35, 1, 6144, 5, 20, True)},
-    ),
-    (
-        _tuned("google/gemma-4-E4B", "-it"),
-        "apache-2.0",
-        {"model_type": "gemma4", "text_config": _gemma4(2560, 42, 2, 10240, 6, 18, False)},
-    ),
+    (_tuned("google/gemma-3-270m", "-it"), "gemma",
+     _gemma3(640, 18, 2048, 4, 1,
+             layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3)),
+    (("google/gemma-3-1b-pt", "google/gemma-3-1b-it"), "gemma",
+     _gemma3(1152, 26, 6912, 4, 1, sliding_window_pattern=6)),
+    (("google/gemma-3-4b-pt", "google/gemma-3-4b-it"), "gemma",
+     {"model_type": "gemma3", "text_config": _gemma3(
+         2560, 34, 10240, 8, 4, vocab_size=262208, max_position_embeddings=131072,
+         sliding_window=1024, rope_scaling={"rope_type": "linear", "factor": 8.0})}),
+    (_tuned("google/gemma-4-E2B", "-it"), "apache-2.0",
+     {"model_type": "gemma4", "text_config": _gemma4(1536, 35, 1, 6144, 5, 20, True)}),
+    (_tuned("google/gemma-4-E4B", "-it"), "apache-2.0",
+     {"model_type": "gemma4", "text_config": _gemma4(2560, 42, 2, 10240, 6, 18, False)}),
     (_tuned("google/gemma-2-2b", "-it"), "gemma", _gemma2(2304, 26, 9216, 8, 4)),
     (_tuned("google/gemma-2-9b", "-it"), "gemma", _gemma2(3584, 42, 14336, 16, 8)),
-    (
-        ("ibm-granite/granite-3.3-2b-base", "ibm-granite/granite-3.3-2b-instruct"),
-        "apache-2.0",
-        _granite(2048, 40, 8192, 32, 8, attention_multiplier=0.015625, logits_scaling=8.0),
-    ),
-    (
-        ("ibm-granite/granite-3.3-8b-base", "ibm-granite/granite-3.3-8b-instruct"),
-        "apache-2.0",
-        _granite(4096, 40, 12800, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0),
-    ),
-    (
-        ("ibm-granite/granite-4.0-h-350m-base", "ibm-granite/granite-4.0-h-350m"),
-        "apache-2.0",
-        _granite4h(
-            768, 32, 2048, (10, 13, 17, 27), attention_multiplier=0.015625,
-            residual_multiplier=0.246, logits_scaling=3.0,
-        ),
-    ),
-    (
-        ("ibm-granite/granite-4.0-h-1b-base", "ibm-granite/granite-4.0-h-1b"),
-        "apache-2.0",
-        _granite4h(
-            1536, 40, 4096, (5, 15, 25, 35), attention_multiplier=0.0078125,
-            residual_multiplier=0.22, logits_scaling=6.0,
-        ),
-    ),
-    (
-        ("ibm-granite/granite-4.0-h-tiny-base", "ibm-granite/granite-4.0-h-tiny"),
-        "apache-2.0",
-        _granite4h(
-            1536, 40, 512, (5, 15, 25, 35), shared_intermediate_size=1024, num_local_experts=64,
-            num_experts_per_tok=6, attention_multiplier=0.0078125, residual_multiplier=0.22,
-            logits_scaling=6.0,
-        ),
-    ),
-    (
-        ("microsoft/Phi-3-mini-4k-instruct",),
-        "mit",
-        _phi3(
-            3072, 32, 8192, 32, 32, vocab_size=32064, max_position_embeddings=4096,
-            rope_scaling=None, sliding_window=2047, tie_word_embeddings=False,
-        ),
-    ),
-    (
-        ("microsoft/Phi-4-mini-instruct",),
-        "mit",
-        _phi3(
-            3072, 32, 8192, 24, 8, vocab_size=200064, max_position_embeddings=131072,
-            rope_scaling=_PHI4_ROPE, partial_rotary_factor=0.75, sliding_window=262144,
-            tie_word_embeddings=True,
-        ),
-    ),
-    (
-        ("microsoft/phi-4",),
-        "mit",
-        _phi3(
-            5120, 40, 17920, 40, 10, vocab_size=100352, max_position_embeddings=16384,
-            rope_theta=250000, rope_scaling=None, sliding_window=None, tie_word_embeddings=False,
-        ),
-    ),
-    (
-        (
-            "mistralai/Ministral-3-3B-Base-2512",
-            "mistralai/Ministral-3-3B-Instruct-2512-BF16",
-        ),
-        "apache-2.0",
-        _ministral3(3072, 26, 9216, 32, 8, is_tied=True),
-    ),
-    (
-        (
-            "mistralai/Ministral-3-8B-Base-2512",
-            "mistralai/Ministral-3-8B-Instruct-2512-BF16",
-        ),
-        "apache-2.0",
-        _ministral3(4096, 34, 14336, 32, 8, is_tied=False),
-    ),
-    (
-        ("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"),
-        "apache-2.0",
-        _mistral(4096, 32, 14336, 32, 8),
-    ),
+    (("ibm-granite/granite-3.3-2b-base", "ibm-granite/granite-3.3-2b-instruct"), "apache-2.0",
+     _granite(2048, 40, 8192, 32, 8, attention_multiplier=0.015625, logits_scaling=8.0)),
+    (("ibm-granite/granite-3.3-8b-base", "ibm-granite/granite-3.3-8b-instruct"), "apache-2.0",
+     _granite(4096, 40, 12800, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0)),
+    (("ibm-granite/granite-4.0-h-350m-base", "ibm-granite/granite-4.0-h-350m"), "apache-2.0",
+     _granite4h(768, 32, 2048, (10, 13, 17, 27), attention_multiplier=0.015625,
+                residual_multiplier=0.246, logits_scaling=3.0)),
+    (("ibm-granite/granite-4.0-h-1b-base", "ibm-granite/granite-4.0-h-1b"), "apache-2.0",
+     _granite4h(1536, 40, 4096, (5, 15, 25, 35), attention_multiplier=0.0078125,
+                residual_multiplier=0.22, logits_scaling=6.0)),
+    (("ibm-granite/granite-4.0-h-tiny-base", "ibm-granite/granite-4.0-h-tiny"), "apache-2.0",
+     _granite4h(1536, 40, 512, (5, 15, 25, 35), shared_intermediate_size=1024,
+                num_local_experts=64, num_experts_per_tok=6, attention_multiplier=0.0078125,
+                residual_multiplier=0.22, logits_scaling=6.0)),
+    (("microsoft/Phi-3-mini-4k-instruct",), "mit",
+     _phi3(3072, 32, 8192, 32, 32, vocab_size=32064, max_position_embeddings=4096,
+           rope_scaling=None, sliding_window=2047, tie_word_embeddings=False)),
+    (("microsoft/Phi-4-mini-instruct",), "mit",
+     _phi3(3072, 32, 8192, 24, 8, vocab_size=200064, max_position_embeddings=131072,
+           rope_scaling=_PHI4_ROPE, partial_rotary_factor=0.75, sliding_window=262144,
+           tie_word_embeddings=True)),
+    (("microsoft/phi-4",), "mit",
+     _phi3(5120, 40, 17920, 40, 10, vocab_size=100352, max_position_embeddings=16384,
+           rope_theta=250000, rope_scaling=None, sliding_window=None, tie_word_embeddings=False)),
+    (("mistralai/Ministral-3-3B-Base-2512", "mistralai/Ministral-3-3B-Instruct-2512-BF16"),
+     "apache-2.0", _ministral3(3072, 26, 9216, 32, 8, is_tied=True)),
+    (("mistralai/Ministral-3-8B-Base-2512", "mistralai/Ministral-3-8B-Instruct-2512-BF16"),
+     "apache-2.0", _ministral3(4096, 34, 14336, 32, 8, is_tied=False)),
+    (("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"), "apache-2.0",
+     _mistral(4096, 32, 14336, 32, 8)),
 )  # fmt: skip
 
 _SHORT_NAMES = {

@@ -6,12 +6,7 @@ from typing import Any
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import unsupported
-from mesp.models.quantization_formats import (
-    MODES,
-    ONE_BIT,
-    Quantization,
-    describe_quantization,
-)
+from mesp.models.quantization_formats import MODES, ONE_BIT, Quantization, describe_quantization
 from mesp.models.tensor_names import name_here
 
 BITS = (4, 5, 6, 8)

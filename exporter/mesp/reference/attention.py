@@ -6,7 +6,7 @@ from mesp.models.mixers import AttentionMixer
 from mesp.reference.model import Matrices, Parts, Stored
 from mesp.reference.pieces import (
     linear,
-    linear_backward,
+    linears_backward,
     merge_heads,
     rms_norm,
     rms_norm_backward,
@@ -240,8 +240,6 @@ def mix_by_attention_backward(
         of_outputs |= {"k": dk, "v": dv}
     if mixer.head_gate:
         of_outputs["g"] = d_gate.sum(axis=-1, keepdims=True)
-    dx, grad = mx.zeros_like(x), {}
-    for name, dy in of_outputs.items():
-        d_in, *grad[name] = linear_backward(x, merge_heads(dy), p[name], scale)
-        dx = dx + d_in
+    of_outputs = {name: merge_heads(d_heads) for name, d_heads in of_outputs.items()}
+    dx, grad = linears_backward(x, of_outputs, p, scale)
     return dx, grad, None if is_own else (d_keys[0], d_keys[1])

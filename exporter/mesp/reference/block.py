@@ -34,6 +34,7 @@ from mesp.reference.pieces import (
     gated_backward,
     linear,
     linear_backward,
+    linears_backward,
     rms_norm,
     rms_norm_backward,
 )
@@ -221,9 +222,8 @@ def block_backward(
         d_down, d_mlp_in = weigh_mlp_backward(mlp_in, down, d_mlp_out, weights, block.mlp)
         d_gated, *grad["down"] = linear_backward(gated_up, d_down, p["down"], scale)
         d_gate, d_up = gated_backward(gate, up, d_gated, arch.hidden_act)
-        d_in_gate, *grad["gate"] = linear_backward(mlp_in, d_gate, p["gate"], scale)
-        d_in_up, *grad["up"] = linear_backward(mlp_in, d_up, p["up"], scale)
-        d_mlp_in = d_mlp_in + d_in_gate + d_in_up
+        d_in, of_inputs = linears_backward(mlp_in, {"gate": d_gate, "up": d_up}, p, scale)
+        grad, d_mlp_in = grad | of_inputs, d_mlp_in + d_in
     if block.mlp.experts:
         d_by_experts, of_experts = mix_by_experts_backward(
             mlp_in,

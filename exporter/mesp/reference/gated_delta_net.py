@@ -25,7 +25,7 @@ from mesp.models.mixers import GatedDeltaNet
 from mesp.reference.model import Matrices, Parts, Stored
 from mesp.reference.pieces import (
     linear,
-    linear_backward,
+    linears_backward,
     rms_norm,
     rms_norm_backward,
     silu,
@@ -335,8 +335,4 @@ def mix_by_gated_delta_net_backward(
         "b": (beta * (1 - beta) * d_beta).T[None],
         "a": log_decay_backward(a, d_log_g, *vectors).T[None],
     }
-    dx, grad = mx.zeros_like(x), {}
-    for name, d_out in outputs.items():
-        d_in, *grad[name] = linear_backward(x, d_out, p[name], scale)
-        dx = dx + d_in
-    return dx, grad
+    return linears_backward(x, outputs, p, scale)

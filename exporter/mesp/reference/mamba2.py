@@ -22,7 +22,7 @@ from mesp.reference.gated_delta_net import CHUNK, decays
 from mesp.reference.model import Matrices, Parts, Stored
 from mesp.reference.pieces import (
     linear,
-    linear_backward,
+    linears_backward,
     rms_norm,
     rms_norm_backward,
     silu,
@@ -266,5 +266,4 @@ def mix_by_mamba2_backward(
     *split, o = intermediates
     weights, projected = Mamba2.of(parts, mixer), mx.concatenate(split, axis=-1)
     d_projected = mamba2_backward(projected, o, dy, weights)
-    dx, *matrices = linear_backward(x, d_projected, parts.p["in"], scale)
-    return dx, {"in": tuple(matrices)}
+    return linears_backward(x, {"in": d_projected}, parts.p, scale)

@@ -180,8 +180,5 @@ def fuse(gradients: Matrices, block: Block) -> Matrices:
     fused = {}
     for module, names in block.modules.items():
         dA, *others = zip(*(gradients[name] for name in names), strict=True)
-        fused[module] = (
-            sum(dA[1:], dA[0]),
-            *(mx.concatenate(each, axis=-1) for each in others),
-        )
+        fused[module] = (sum(dA[1:], dA[0]), *(mx.concatenate(each, axis=-1) for each in others))
     return fused

@@ -59,6 +59,20 @@ def linear_backward(x: mx.array, dy: mx.array, p: Projection, scale: float) -> t
     return dx_base + dx_lora, dA, dB, *dm
 
 
+def linears_backward(
+    x: mx.array, outputs: dict[str, mx.array], p: dict[str, Projection], scale: float
+) -> tuple[mx.array, dict[str, list[mx.array]]]:
+    """Returns dx, summed over the projections of x, and the gradients of each one's adapters.
+
+    `outputs` has the gradient of each projection's output.
+    """
+    dx, grad = mx.zeros_like(x), {}
+    for name, dy in outputs.items():
+        d_in, *grad[name] = linear_backward(x, dy, p[name], scale)
+        dx = dx + d_in
+    return dx, grad
+
+
 def row_norms(p: Projection, scale: float) -> mx.array:
     """Returns n [out], the norm of each row of W + s (A B)ᵀ, or ∞ if the row is zero. The gradient
     treats n as a constant.

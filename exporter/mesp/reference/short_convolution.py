@@ -4,7 +4,7 @@ import mlx.core as mx
 
 from mesp.models.mixers import ShortConvolution
 from mesp.reference.model import Matrices, Parts, Stored
-from mesp.reference.pieces import linear, linear_backward
+from mesp.reference.pieces import linear, linears_backward
 
 
 def convolution(x: mx.array, w: mx.array) -> mx.array:
@@ -57,5 +57,4 @@ def mix_by_short_convolution_backward(
     b, c, u, conv_out = intermediates
     d_bu = convolution_backward(dy * c, parts.vector["conv.conv.weight"])
     d_in = mx.concatenate([d_bu * u, dy * conv_out, d_bu * b], axis=-1)
-    dx, *matrices = linear_backward(x, d_in, parts.p["in"], scale)
-    return dx, {"in": tuple(matrices)}
+    return linears_backward(x, {"in": d_in}, parts.p, scale)

@@ -9,12 +9,7 @@ from mesp.bundle.manifest import Manifest
 from mesp.errors import MespError
 from mesp.models.families import TRAINABLE
 from mesp.settings.declaration import Settings, name_option, setting
-from mesp.settings.optimizer_defaults import (
-    ADAMW,
-    PAPER,
-    choose_learning_rate,
-    choose_optimizer,
-)
+from mesp.settings.optimizer_defaults import ADAMW, PAPER, choose_learning_rate, choose_optimizer
 
 METHODS = {
     "mesp": "The structured backward pass, written by hand.",
@@ -38,10 +33,7 @@ SCHEDULES = {
     "linear": "It falls linearly to zero.",
     "cosine": "It falls to zero as half a cosine.",
 }
-LORA_DTYPES = {
-    "float32": "",
-    "bfloat16": "Updates are rounded stochastically.",
-}
+LORA_DTYPES = {"float32": "", "bfloat16": "Updates are rounded stochastically."}
 OFFLOADS = {
     "none": "No array.",
     "inputs": "The block inputs, from the forward to the backward pass.",

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 
 import pytest
 
-from helpers.paths import DEMO_BUNDLE
-from mesp.data.tokenizer import load_bundle_tokenizer
-from studies.tasks import house_requests, model_answers, spoken_notes
-from studies.tasks.gsm8k_number import final_number
+from studies.tasks import house_requests, spoken_notes
 from studies.tasks.house_requests import ALSO_CALLED, SOON, WHEN
 
 NUMBERS = {name: number for number, name in enumerate(spoken_notes.HOURS)}
@@ -39,35 +35,6 @@ def test_a_request_names_what_its_answer_has(whens: dict[str, list[str]]):
         assert any(word in case.prompt for word in ALSO_CALLED.get(answer["what"], ["the"]))
         assert answer["when"].lower() in case.prompt.lower()
         assert case.prompt.endswith(".") and case.prompt[0].isupper() and "  " not in case.prompt
-
-
-@pytest.mark.parametrize("wrong", [None, 3], ids=["right", "wrong"])
-def test_an_answer_is_right_to_the_letter(monkeypatch: pytest.MonkeyPatch, wrong: int | None):
-    case = house_requests.Case("Open the door.", '{"do": "open"}')
-    tokenizer = load_bundle_tokenizer(DEMO_BUNDLE)
-    right = [*tokenizer.encode(f" {case.completion}"), tokenizer.eos_token_id]
-    read = []
-
-    class Engine:
-        def generate(self, prompts, max_tokens, stop, at_once, go_on):
-            assert (max_tokens, stop) == (len(right), [])
-            for index, prompt in enumerate(prompts):
-                assert tokenizer.decode(prompt).endswith("Open the door.\nassistant:")
-                for at, token in enumerate(right):
-                    read.append(at)
-                    if not go_on(index, token if at != wrong else token + 1):
-                        break
-                yield index
-
-    def evaluator(bundle, adapters):
-        assert (bundle, adapters) == (DEMO_BUNDLE, ())
-        return contextlib.nullcontext(Engine())
-
-    monkeypatch.setattr(model_answers, "evaluator", evaluator)
-    shown, other = model_answers.answers(DEMO_BUNDLE, [case, case], whole=1)
-    assert shown.is_right is other.is_right is (wrong is None)
-    assert (shown.text == case.completion) is (wrong is None)
-    assert len(read) == len(right) + (len(right) if wrong is None else wrong + 1)
 
 
 def test_nothing_of_held_out_notes_is_trained_on():
@@ -114,18 +81,3 @@ def times(spoken: str) -> list[str]:
         at = 12 if noon else NUMBERS[name] or 12
         found.append(f"{at}:{minutes:02} {'am' if period == 'morning' else 'pm'}")
     return found
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("He pays 3 * 4 = <<3*4=12>>12 dollars.\n#### 12", "12"),
-        ("#### 1,234,000", "1234000"),
-        ("####-5.50.", "-5.50"),
-        ("#### $7\nNext, #### 3", "7"),
-        ("It is 12.", None),
-        ("#### none", None),
-    ],
-)
-def test_the_number_after_a_solution_is_its_answer(text: str, number: str | None):
-    assert final_number(text) == number

@@ -12,7 +12,7 @@ from mesp.errors import MespError
 from mesp.runs.log import RunLog
 from studies.benchmarks.cells import Cell, Row
 from studies.benchmarks.processes import Tell, engine_program, run_program
-from studies.benchmarks.rows import engine_settings
+from studies.benchmarks.rows import engine_settings, peaks
 from studies.benchmarks.variants import Variant
 
 # Bits and group sizes.
@@ -57,9 +57,7 @@ def measure_bits(
             "variant": name,
             "seconds": median(s["seconds"] for log in logs for s in log.steps[1:] or log.steps),
             "cpu_seconds": median(cpu for _, cpu, _ in each) / steps,
-            "footprint_peak_bytes": peak,
-            "predicted_peak_bytes": plan["predicted_peak_bytes"],
-            "prediction_error": plan["predicted_peak_bytes"] / peak - 1,
+            **peaks(peak, plan),
             "mapped_bytes": plan["mapped_bytes"],
             "read_bytes": median(read for _, _, read in each) / steps,
             "written_bytes": median(s["written_bytes"] for log in logs for s in log.steps),

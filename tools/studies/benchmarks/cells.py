@@ -101,10 +101,7 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
             written = (path / "manifest.json").stat().st_mtime
             sources = [*Path(mesp.__file__).parent.rglob("*.py"), *Path(model).glob("config.json")]
             current = all(file.stat().st_mtime < written for file in sources)
-            covered = (sorted(seq_lens), sorted(ranks)) == (
-                [*manifest.seq_lens],
-                [*manifest.ranks],
-            )
+            covered = (sorted(seq_lens), sorted(ranks)) == ([*manifest.seq_lens], [*manifest.ranks])
             if current and covered:
                 return path
     command = ["--model", model, "--out", path, "--overwrite"]

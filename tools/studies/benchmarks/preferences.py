@@ -43,20 +43,15 @@ def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterat
             "seconds": seconds,
             "footprint_peak_bytes": run.peak_bytes,
             "predicted_peak_bytes": run.plan["predicted_peak_bytes"],
-            "time_of_supervised": None,
-            "reference_time": None,
-            "peak_of_supervised": None,
         }
-        if not objective:
-            supervised = row
-        else:
-            before = median(step["seconds"] for step in first)
-            row["time_of_supervised"] = seconds / supervised["seconds"]
-            row["reference_time"] = (before - seconds) / supervised["seconds"]
-            row["peak_of_supervised"] = (
-                row["footprint_peak_bytes"] / supervised["footprint_peak_bytes"]
-            )
-        yield row
+        supervised = supervised or row
+        before, alone = median(step["seconds"] for step in first), supervised["seconds"]
+        peak_of = run.peak_bytes / supervised["footprint_peak_bytes"]
+        yield row | {
+            "time_of_supervised": seconds / alone if objective else None,
+            "reference_time": (before - seconds) / alone if objective else None,
+            "peak_of_supervised": peak_of if objective else None,
+        }
 
 
 def write_pairs(cell: Cell, count: int, folder: Path, labelled: bool) -> Path:

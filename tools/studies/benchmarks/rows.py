@@ -133,13 +133,10 @@ def train_with_peft(
     cell: Cell, variant: Variant, steps: int, work: Path, python: Path, tell: Tell
 ) -> RunLog:
     bundle, (seed, rank) = Bundle(cell.bundle), (SETTING["seed"], cell.rank)
-    ids = np.stack([np.array(w)[None] for w in windows(bundle, cell.seq_len, seed, steps)])
-    settings = {"optimizer": "sgd", "rates": [SETTING["learning_rate"]] * steps, "rank": rank}
-    settings |= {"alpha": SETTING["alpha"], "dtype": cell.dtype}
+    ids = np.stack([np.array(w) for w in windows(bundle, cell.seq_len, seed, steps)])
+    settings = SETTING | {"rank": rank, "dtype": cell.dtype} | PEFT_METHODS[variant.method]
     with tempfile.TemporaryDirectory(prefix="peft-", dir=work.resolve()) as folder:
-        counted = np.ones((*ids.shape[:-1], cell.seq_len), bool)
-        write_inputs(Path(folder), bundle, first_adapters(bundle, rank, seed), ids, counted)
-        settings |= PEFT_METHODS[variant.method]
+        write_inputs(Path(folder), bundle, first_adapters(bundle, rank, seed), ids)
         threads = variant.threads or blas_threads()
         return run_peft(python, settings, Path(folder), threads, tell)
 
@@ -191,15 +188,19 @@ def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[s
     return settings | {"memory_limit_mb": limit}
 
 
-def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
-    what = {
-        "bundle": str(cell.bundle.resolve()),
-        "device": cell.device,
-        "seq_len": cell.seq_len,
-        "rank": cell.rank,
+def peaks(measured: float, plan: dict[str, Any]) -> Row:
+    predicted = plan["predicted_peak_bytes"]
+    return {
+        "footprint_peak_bytes": measured,
+        "predicted_peak_bytes": predicted,
+        "prediction_error": predicted / measured - 1,
     }
-    how = {"method": variant.method, "offload": variant.offload}
-    return {**what, **how, "val_batches": 0, "save_every": 0}
+
+
+def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
+    size = {"seq_len": cell.seq_len, "rank": cell.rank}
+    how = {"device": cell.device, "method": variant.method, "offload": variant.offload}
+    return {"bundle": str(cell.bundle.resolve()), **size, **how, "val_batches": 0, "save_every": 0}
 
 
 def first(row: Row, rows: list[Row], method: str) -> Row:

@@ -27,7 +27,7 @@ from studies.benchmarks.columns import SIZE, grouped
 from studies.benchmarks.generation import measure_adapters, measure_generation
 from studies.benchmarks.preferences import measure_objectives
 from studies.benchmarks.processes import Tell, engine_program, run_program, run_python
-from studies.benchmarks.rows import compare, engine_settings, extrapolate, measure
+from studies.benchmarks.rows import compare, engine_settings, extrapolate, measure, peaks
 from studies.benchmarks.variants import ENGINE_METHODS, PEFT_METHODS, Variant, find_variants
 
 SIZES = tuple(paper.PEAK_MB)
@@ -148,8 +148,7 @@ def run_rows(bench: Bench) -> Iterator[Row]:
 
 
 def gpu_rows(bench: Bench) -> Iterator[Row]:
-    for cell in bench.cells():
-        yield count_step(bench, cell)
+    return (count_step(bench, cell) for cell in bench.cells())
 
 
 def count_step(bench: Bench, cell: Cell, **settings: float) -> Row:
@@ -264,17 +263,13 @@ def records_rows(bench: Bench) -> Iterator[Row]:
             speed = len(run.steps) / sum(step["seconds"] for step in run.steps)
             padded = padded or speed
             peak = max(step["footprint_peak_bytes"] for step in run.steps)
-            predicted = run.plan["predicted_peak_bytes"]
-            yield cell.row() | {
+            yield cell.row() | peaks(peak, run.plan) | {
                 "lengths": ", ".join(map(str, these)),
                 "steps": len(run.steps),
                 "records_per_second": speed,
                 "to_padded": speed / padded,
-                "footprint_peak_bytes": peak,
-                "predicted_peak_bytes": predicted,
-                "prediction_error": predicted / peak - 1,
                 "losses": run.losses,
-            }
+            }  # fmt: skip
 
 
 def packing_rows(bench: Bench) -> Iterator[Row]:
@@ -436,17 +431,13 @@ def parts_rows(bench: Bench) -> Iterator[Row]:
             runs[name].append(run_program([engine_program()], settings, bench.work, tell))
         for name, each in runs.items():
             peak = median(run.peak_bytes for run in each)
-            predicted = each[0].plan["predicted_peak_bytes"]
             steps = [step for run in each for step in run.steps[1:] or run.steps]
-            yield cell.row() | {
+            yield cell.row() | peaks(peak, each[0].plan) | {
                 "trained": name,
-                "footprint_peak_bytes": peak,
-                "predicted_peak_bytes": predicted,
-                "prediction_error": predicted / peak - 1,
                 "seconds": median(step["seconds"] for step in steps),
                 "backward_seconds": median(step["backward_seconds"] for step in steps),
                 "losses": each[0].losses,
-            }
+            }  # fmt: skip
 
 
 def largest_difference(rows: list[Row]) -> float:
@@ -467,14 +458,13 @@ def check_agreement(rows: list[Row]) -> None:
 
 class Kind(NamedTuple):
     rows: Callable[[Bench], Iterator[Row]]
-    x: str | None  # None: the sequence length or, if only the rank varies, the rank
     ys: tuple[str, ...]
     note: str
+    x: str | None = None  # None: the sequence length or, if only the rank varies, the rank
 
 
 RUNS = Kind(
     run_rows,
-    None,
     ("peak MB", "s/step"),
     f"""The paper's figures were measured on an iPhone 17 Pro, where its MeSP takes \
 {paper.TIME_OF_MEBP} times as long as MeBP, and at rank 32 {paper.RANK_32_OF_RANK_4} times the \
@@ -487,7 +477,6 @@ those with frozen matrices, on NumPy's BLAS: a trainer can save no more than the
 KINDS = {
     "gpu": Kind(
         gpu_rows,
-        None,
         ("ledger peak MB", "modelled s"),
         """Nothing was run: these are counts of a step, the second, of MeSP with SGD on a phone's
 GPU. Counted: evals (round trips), kernels, TFLOP (of matrix products and attention), the ledger's
@@ -501,7 +490,6 @@ See docs/gpu.md.""",
     ),
     "functions": Kind(
         functions_rows,
-        None,
         ("kernels", "ledger peak MB", "modelled s"),
         """The counts of the table gpu, of a bundle with block functions, of one without, whose
 forward passes are the trainer's formulas, and with --dropout 0.1 and --dora, which take these too.
@@ -509,21 +497,19 @@ Moved: what kernels read and write.""",
     ),
     "h": Kind(
         python_rows,
-        None,
         ("h of all MB", "share"),
         """MB would be added by storing h = xA of a block's modules in float32. Times are those of
 one block, medians with mesp.reference; the gradient's includes recomputing its forward pass.""",
     ),
     "mezo-quality": Kind(
         python_rows,
-        "layer",
         ("cosine", "equal signs", "relative error"),
         """Means over draws of z, with mesp.reference in float32, after some exact steps, because
 A's gradient is zero for the initial B of zeros.""",
+        x="layer",
     ),
     "generation": Kind(
         generation_rows,
-        None,
         ("decoded tokens/s",),
         """Prompts of random tokens, and this many of the likeliest tokens after them; medians of
 rounds that alternate. CPU: user and system time of all threads. llama.cpp multiplies with
@@ -531,7 +517,6 @@ activations in 8 bits, the others in float32. mlx-lm's linear layers are MLX's o
     ),
     "adapters": Kind(
         adapters_rows,
-        None,
         ("decoded tokens/s",),
         """Prompts of random tokens, and this many of the likeliest tokens after them, with several
 adapters at once; medians of rounds that alternate. Beyond none: the peak less that of the base
@@ -540,7 +525,6 @@ Predicted: the adapters' matrices.""",
     ),
     "bits": Kind(
         bits_rows,
-        None,
         ("peak MB", "s/step"),
         f"""Steps by MeSP with SGD on random weights, all matrices quantized to the bits and groups
 in the name: medians of runs that alternate. Of 4 bits: relative to the first line. CPU: time of all
@@ -550,7 +534,6 @@ step.""",
     ),
     "preferences": Kind(
         preferences_rows,
-        None,
         ("s/step",),
         """A step of an objective has a pair of answers, or for kto two answers. Each is as long as
 a sequence, and half of it is prompt. Of supervised: relative to a step with one of these sequences,
@@ -559,42 +542,38 @@ time, for the first model's likelihoods.""",
     ),
     "parts": Kind(
         parts_rows,
-        None,
         ("peak MB",),
         f"""Steps by MeSP with the default optimizer: medians of {ROUNDS} runs, which alternate.""",
     ),
     "defaults": Kind(
         defaults_rows,
-        "learning rate",
         ("after",),
         """Held-out nats a token before and after, and the drop as a share of the model's largest.
 Where there is no loss, one was not finite.""",
+        x="learning rate",
     ),
     "records": Kind(
         records_rows,
-        None,
         ("records/s",),
         """Records of chat as long as GSM8K's, one a step, by MeSP with SGD: padded to the longest
 length, and each at the shortest that holds it. The losses are the same.""",
     ),
     "packing": Kind(
         packing_rows,
-        None,
         ("records/s",),
         """Records of chat of 40 to 120 tokens, by MeSP with SGD: one a step, each at the shortest
 length that holds it, and packed into one sequence a step.""",
     ),
     "packing-gpu": Kind(
         packing_gpu_rows,
-        None,
         ("kernels", "evals", "modelled s", "records/s"),
         """The table packing on a phone's GPU, with the ledger's model of the time (docs/gpu.md).
 Counts of unpacked records are means over steps, and the peak is the largest.""",
     ),
     "convergence": Kind(
         convergence_rows,
-        "step",
         ("held-out loss",),
         "Nats a token, with SGD. Training: the mean since the method's previous line.",
+        x="step",
     ),
 }

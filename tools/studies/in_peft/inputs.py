@@ -11,20 +11,16 @@ from mesp.bundle.reader import Bundle
 
 
 def write_inputs(
-    folder: Path,
-    bundle: Bundle,
-    first: dict[str, mx.array],
-    ids: np.ndarray,
-    counted: np.ndarray,
+    folder: Path, bundle: Bundle, first: dict[str, mx.array], windows: np.ndarray
 ) -> None:
-    """Writes `model/`, `first.safetensors` and `batches.npz`.
+    """Writes `model/`, `first.safetensors` and `windows.npy`.
 
-    `first`: the initial adapters, by mlx-lm's names; `ids`: the token ids of each step, int32
-    [steps, batch, T + 1]; `counted`: whether each target is in the loss, bool [steps, batch, T].
+    `first`: the initial adapters, by mlx-lm's names; `windows`: the token ids of each step, int32
+    [steps, T + 1].
     """
     write_model(bundle, folder / "model")
     mx.save_safetensors(str(folder / "first.safetensors"), first)
-    np.savez(folder / "batches.npz", ids=ids, counted=counted)
+    np.save(folder / "windows.npy", windows)
 
 
 def first_adapters(bundle: Bundle, rank: int, seed: int) -> dict[str, mx.array]:

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from pathlib import Path
 
-import click
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.qwen2 import Model
 from tokenizers import Tokenizer
 
+from mesp.errors import MespError, plain_os_errors
+from mesp.folders import replacing
 from studies.pretraining.text import END_OF_TEXT
 
 # The model has not learned conversations, but this template lets users try chat data.
@@ -62,57 +62,37 @@ The weights are under the MIT licence.
 def write_folder(
     out: Path, model: Model, tokenizer: Tokenizer, config: dict, facts: dict[str, str]
 ) -> None:
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        folder.chmod(0o755)
-        weights = {name: w.astype(mx.float16) for name, w in tree_flatten(model.parameters())}
+    weights = {name: w.astype(mx.float16) for name, w in tree_flatten(model.parameters())}
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    documents = {
+        "config.json": config,
+        "generation_config.json": {
+            "bos_token_id": end, "do_sample": False, "eos_token_id": end, "pad_token_id": end,
+        },
+        "tokenizer_config.json": {
+            "add_prefix_space": False, "bos_token": None, "chat_template": CHAT_TEMPLATE,
+            "clean_up_tokenization_spaces": False, "eos_token": END_OF_TEXT,
+            "model_max_length": config["max_position_embeddings"], "pad_token": END_OF_TEXT,
+            "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": None,
+        },
+    }  # fmt: skip
+    card = model_card(facts, config, sum(w.size for w in weights.values()))
+    with (
+        plain_os_errors(f"Cannot write {out}"),
+        replacing(out.resolve(), f"program is writing {out}") as folder,
+    ):
         mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})
         tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-        end = tokenizer.token_to_id(END_OF_TEXT)
-        documents = {
-            "config.json": config,
-            "generation_config.json": {
-                "bos_token_id": end,
-                "do_sample": False,
-                "eos_token_id": end,
-                "pad_token_id": end,
-            },
-            "tokenizer_config.json": {
-                "add_prefix_space": False,
-                "bos_token": None,
-                "chat_template": CHAT_TEMPLATE,
-                "clean_up_tokenization_spaces": False,
-                "eos_token": END_OF_TEXT,
-                "model_max_length": config["max_position_embeddings"],
-                "pad_token": END_OF_TEXT,
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "unk_token": None,
-            },
-        }
         for name, content in documents.items():
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        parameters = sum(w.size for w in weights.values())
-        card = model_card(facts, config, parameters)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        if out.exists():
-            old = folder.with_name(folder.name + ".old")
-            out.rename(old)
-            folder.rename(out)
-            shutil.rmtree(old)
-        else:
-            folder.rename(out)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def check_out(out: Path) -> None:
     if out.exists() and not out.is_dir():
-        raise click.UsageError(f"{out} is a file, not a folder.")
+        raise MespError(f"{out} is a file, not a folder.")
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
-        raise click.UsageError(f"{out} holds something other than a model; choose another folder.")
-    try:
+        raise MespError(f"{out} holds something other than a model; choose another folder.")
+    with plain_os_errors(f"Cannot write {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out.parent).close()
-    except OSError as error:
-        raise click.UsageError(f"{out} cannot be written: {error.strerror}.") from None

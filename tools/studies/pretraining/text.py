@@ -4,7 +4,6 @@ import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import mlx.core as mx
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -26,13 +25,10 @@ def read_text(path: Path) -> str:
     """Returns a text file's text, without control characters other than line ends and tabs, and
     without blank space at both ends but with a final line end.
     """
-    try:
-        text = source_files.read_text(path)
-    except MespError as error:
-        raise click.UsageError(error.message) from None
+    text = source_files.read_text(path)
     text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc").strip()
     if not text:
-        raise click.UsageError(f"{path} holds no text.")
+        raise MespError(f"{path} holds no text.")
     return text + "\n"
 
 
@@ -54,7 +50,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
-        raise click.UsageError(
+        raise MespError(
             f"The text is too short for {vocab_size} tokens: "
             f"it gives only {tokenizer.get_vocab_size()}."
         )

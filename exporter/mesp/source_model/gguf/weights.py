@@ -15,14 +15,7 @@ from mesp.models.families import FAMILIES
 from mesp.models.quantization_formats import Quantization
 from mesp.models.tensor_names import name_of_stacked
 from mesp.quantization import least_squares
-from mesp.source_model.gguf.blocks import (
-    CARRIED,
-    REQUANTIZED,
-    UNQUANTIZED,
-    WIDE,
-    arrays,
-    numbers,
-)
+from mesp.source_model.gguf.blocks import CARRIED, REQUANTIZED, UNQUANTIZED, WIDE, arrays, numbers
 from mesp.source_model.gguf.header import GGUF, Tensor
 from mesp.source_model.gguf.tensor_names import Names
 

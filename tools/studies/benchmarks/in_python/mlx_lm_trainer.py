@@ -29,8 +29,7 @@ def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
     arch = bundle.architecture
     linear_to_lora_layers(model, arch.num_hidden_layers, {**lora, "keys": arch.modules})
     if settings["fast"]:
-        nn.QuantizedLinear.__call__ = dequantized_linear
-        nn.QuantizedEmbedding.as_linear = lambda self, x: x @ whole_matrix(self).T
+        multiply_dequantized()
     if settings["checkpoint"]:
         trainer.grad_checkpoint(model.layers[0])
     mx.eval(model.parameters())
@@ -58,6 +57,15 @@ def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
         # On a CPU, MLX compiles kernels in the first step, so a short unmeasured step comes first.
         train(min(settings["seq_len"], COMPILED_WITH), 1, 0.0, None)
         train(settings["seq_len"], settings["steps"], settings["learning_rate"], Report())
+
+
+def multiply_dequantized() -> None:
+    """Makes mlx-lm's models in this process multiply with whole dequantized matrices.
+
+    Products with packed matrices are slow on a CPU.
+    """
+    nn.QuantizedLinear.__call__ = dequantized_linear
+    nn.QuantizedEmbedding.as_linear = lambda self, x: x @ whole_matrix(self).T
 
 
 def dequantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
