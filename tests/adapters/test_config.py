@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.lora import CONFIG_DEFAULTS
 
 from helpers.adapters import RANK, SCALE, write_adapters, write_peft
-from helpers.commands import call, run
+from helpers.commands import call
 from helpers.models import FAMILIES, write_model
 from mesp.adapters import config
 from mesp.adapters.config import FIELDS
@@ -55,6 +55,18 @@ def change_weights(folder: Path, file: str, weights: dict[str, mx.array]) -> Non
     whole = mx.load(str(folder / file))
     mx.eval(whole)
     mx.save_safetensors(str(folder / file), whole | weights)
+
+
+def written(bundle: Path, adapters: Path) -> list[int]:
+    records = generate(bundle, [5, 6], max_tokens=9, adapters=weigh(adapters))
+    return [record["token"] for record in records if record["type"] == "token"]
+
+
+def check_same(found: dict[str, tuple], expected: dict[str, tuple]) -> None:
+    assert found.keys() == expected.keys()
+    for path, pair in expected.items():
+        for one, other in zip(pair, found[path], strict=True):
+            assert mx.array_equal(one, other), path
 
 
 def check_refused(bundle: Path, adapters: Path, said: str) -> None:
@@ -123,20 +135,11 @@ def test_what_is_not_plain_lora_is_refused_by_its_name(qwen, copy: Path, key: st
     [
         ({"rank_pattern": {"q_proj": 4}}, f"they use rank_pattern or alpha_pattern, {PLAIN}"),
         ({"alpha_pattern": {"q_proj": 4}}, f"they use rank_pattern or alpha_pattern, {PLAIN}"),
-        (
-            {"lora_alpha": 0},
-            "adapter_config.json has a rank or scale that is not a positive number",
-        ),
+        ({"lora_alpha": 0}, f"{config.CONFIG} has a rank or scale that is not a positive number"),
         ({"r": 500}, "their rank, 500, is above the model's width of 128"),
         ({"r": None}, "adapter_config.json lacks r or lora_alpha"),
-        (
-            {"target_modules": "("},
-            'adapter_config.json is not valid: "(" is no regular expression',
-        ),
-        (
-            {"target_modules": "(.*a)*b"},
-            f'they use the expression "(.*a)*b", {PLAIN}',
-        ),
+        ({"target_modules": "("}, f'{config.CONFIG} is not valid: "(" is no regular expression'),
+        ({"target_modules": "(.*a)*b"}, f'they use the expression "(.*a)*b", {PLAIN}'),
     ],
     ids=lambda each: "" if isinstance(each, str) else "".join(each),
 )
@@ -223,10 +226,9 @@ def test_what_changes_no_number_is_read(qwen, copy: Path, values: dict):
     change(copy / "peft", **values)
     read = read_adapters(copy / "peft", Bundle(qwen[0]).architecture)
     assert read.matrices.keys() == {"model.layers.1.self_attn.q_proj"}
-    expected = list(generate(qwen[0], [5, 6], max_tokens=9, adapters=weigh(copy / "peft")))
+    expected = written(qwen[0], copy / "peft")
     keep_only(copy, "model.layers.1.self_attn.q_proj.lora_a")
-    found = list(generate(qwen[0], [5, 6], max_tokens=9, adapters=weigh(copy)))
-    assert [each["token"] for each in found[:-1]] == [each["token"] for each in expected[:-1]]
+    assert written(qwen[0], copy) == expected
 
 
 def test_a_missing_alpha_is_pefts_default(qwen, copy: Path):
@@ -236,10 +238,9 @@ def test_a_missing_alpha_is_pefts_default(qwen, copy: Path):
     path.write_text(json.dumps(fields))
     assert read_adapters(copy / "peft", Bundle(qwen[0]).architecture).scale == 8 / RANK
     change(copy / "peft", lora_alpha=8)
-    expected = list(generate(qwen[0], [5, 6], max_tokens=9, adapters=weigh(copy / "peft")))
+    expected = written(qwen[0], copy / "peft")
     path.write_text(json.dumps(fields))
-    found = list(generate(qwen[0], [5, 6], max_tokens=9, adapters=weigh(copy / "peft")))
-    assert [each["token"] for each in found[:-1]] == [each["token"] for each in expected[:-1]]
+    assert written(qwen[0], copy / "peft") == expected
 
 
 def test_all_keys_that_a_training_leaves_are_read(qwen, copy: Path):
@@ -343,15 +344,10 @@ def test_adapters_in_pefts_form_are_the_same(family, tmp_path: Path):
     bundle, adapters = family
     arch = Bundle(bundle).architecture
     ours, theirs = (read_adapters(each, arch) for each in (adapters, adapters / "peft"))
-    assert ours.scale == theirs.scale and ours.matrices.keys() == theirs.matrices.keys()
-    for path, pair in ours.matrices.items():
-        for one, other in zip(pair, theirs.matrices[path], strict=True):
-            assert mx.array_equal(one, other), path
-    done = run(
-        *("fuse", bundle, "--adapters", adapters / "peft", "--out", tmp_path / "fused"),
-        *("--val-batches", 0),
-    )
-    assert done.returncode == 0, done.stderr
+    assert ours.scale == theirs.scale
+    check_same(ours.matrices, theirs.matrices)
+    options = ("--adapters", adapters / "peft", "--out", tmp_path / "fused", "--val-batches", 0)
+    call("fuse", bundle, *options)
 
 
 def test_the_text_of_several_modalities_may_have_been_trained_alone(tmp_path: Path):
@@ -370,9 +366,7 @@ def test_the_text_of_several_modalities_may_have_been_trained_alone(tmp_path: Pa
     arch = Bundle(bundle).architecture
     ours, theirs = (read_adapters(each, arch) for each in (adapters, adapters / "peft"))
     assert ours.matrices.keys() == theirs.matrices.keys()
-    expected = list(generate(bundle, [5, 6], max_tokens=9, adapters=weigh(adapters)))
-    found = list(generate(bundle, [5, 6], max_tokens=9, adapters=weigh(adapters / "peft")))
-    assert [each["token"] for each in found[:-1]] == [each["token"] for each in expected[:-1]]
+    assert written(bundle, adapters) == written(bundle, adapters / "peft")
 
 
 @pytest.mark.parametrize("kept", ["gate_up_proj", "down_proj"])
@@ -396,19 +390,9 @@ def test_one_parameter_of_experts_may_have_adapters_alone(tmp_path: Path, kept: 
         for path, pair in whole.matrices.items()
         if "switch_mlp" in path and path.endswith(parts)
     }
-    assert read.matrices.keys() == expected.keys()
-    for path, pair in expected.items():
-        for one, other in zip(pair, read.matrices[path], strict=True):
-            assert mx.array_equal(one, other), path
+    check_same(read.matrices, expected)
     mlx = {
         f"{p}.lora_{x}": m for p, pair in expected.items() for x, m in zip("ab", pair, strict=True)
     }
     mx.save_safetensors(str(adapters / MLX), mlx)
-    tokens = [
-        [
-            each.get("token")
-            for each in generate(bundle, [5, 6], max_tokens=9, adapters=weigh(folder))
-        ]
-        for folder in (adapters, adapters / "peft")
-    ]
-    assert tokens[0] == tokens[1]
+    assert written(bundle, adapters) == written(bundle, adapters / "peft")

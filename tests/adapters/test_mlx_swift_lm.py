@@ -5,7 +5,7 @@ The rules come from github.com/ml-explore/mlx-swift-lm at 14414441fa44f45eee35a6
 
 - MLXLMCommon/Adapters/LoRA/LoRAContainer.swift, DoRA+Layers.swift and PEFTAdapter.swift
 - MLXLLM/LLMModelFactory.swift and MLXVLM/VLMModelFactory.swift, for the `model_type`s
-- the file that each `Model` names
+- in MLXLLM/Models and MLXVLM/Models, the file that the factory names for a `model_type`
 
 `Module.update` is in mlx-swift, Source/MLXNN/Module.swift at
 09051ed1986b6f2c69b6fda4e32ca42dd7dcdec3.
@@ -35,7 +35,6 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 
 
 class Model(NamedTuple):
-    file: str
     prefix: str
     linear: set[str]
     within: str = ""
@@ -61,74 +60,51 @@ GRANITE4 = DENSE | named("mamba", "in_proj", "out_proj")
 GRANITE4 |= named("shared_mlp", "input_linear", "output_linear")
 GEMMA4 = DENSE | {"per_layer_input_gate", "per_layer_projection"}
 
-# Their experts are SwitchLinear, not `Linear`, and take no adapters.
+PLAIN = Model(WHOLE, DENSE)
+PART = Model(TEXT_OF_SEVERAL, DENSE)
+QWEN3_5 = DENSE | DELTA_NET
+QWEN3_5_MOE = ATTENTION | DELTA_NET | SHARED_EXPERT
+W1_TO_W3 = named("feed_forward", "w1", "w2", "w3")
+FEED_FORWARD = named("feed_forward", "gate_proj", "up_proj", "down_proj")
+
+# By `model_type`, the models of MLXLLM and of MLXVLM. Their experts are SwitchLinear, not `Linear`,
+# and take no adapters.
 MODELS: dict[str, dict[str, Model]] = {
-    "qwen2": {"MLXLLM": Model("MLXLLM/Models/Qwen2.swift", WHOLE, DENSE)},
-    "qwen2_5_vl": {"MLXVLM": Model("MLXVLM/Models/Qwen25VL.swift", TEXT_OF_SEVERAL, DENSE)},
-    "qwen3": {"MLXLLM": Model("MLXLLM/Models/Qwen3.swift", WHOLE, DENSE)},
-    "qwen3_vl": {"MLXVLM": Model("MLXVLM/Models/Qwen3VL.swift", TEXT_OF_SEVERAL, DENSE)},
-    "qwen3_moe": {"MLXLLM": Model("MLXLLM/Models/Qwen3MoE.swift", WHOLE, DENSE)},
+    "qwen2": {"MLXLLM": PLAIN},
+    "qwen2_5_vl": {"MLXVLM": PART},
+    "qwen3": {"MLXLLM": PLAIN},
+    "qwen3_vl": {"MLXVLM": PART},
+    "qwen3_moe": {"MLXLLM": PLAIN},
     "qwen3_5": {
-        "MLXLLM": Model(
-            *("MLXLLM/Models/Qwen35.swift", TEXT_OF_SEVERAL, DENSE | DELTA_NET), keeps_weights=True
-        ),
-        "MLXVLM": Model("MLXVLM/Models/Qwen35.swift", TEXT_OF_SEVERAL, DENSE | DELTA_NET),
+        "MLXLLM": Model(TEXT_OF_SEVERAL, QWEN3_5, keeps_weights=True),
+        "MLXVLM": Model(TEXT_OF_SEVERAL, QWEN3_5),
     },
-    "qwen3_5_text": {
-        "MLXLLM": Model(
-            *("MLXLLM/Models/Qwen35.swift", WHOLE, DENSE | DELTA_NET), keeps_weights=True
-        )
-    },
+    "qwen3_5_text": {"MLXLLM": Model(WHOLE, QWEN3_5, keeps_weights=True)},
     "qwen3_5_moe": {
-        "MLXLLM": Model(
-            *("MLXLLM/Models/Qwen35.swift", TEXT_OF_SEVERAL),
-            ATTENTION | DELTA_NET | SHARED_EXPERT,
-            keeps_weights=True,
-        ),
-        "MLXVLM": Model(
-            *("MLXVLM/Models/Qwen35.swift", TEXT_OF_SEVERAL), ATTENTION | DELTA_NET | SHARED_EXPERT
-        ),
+        "MLXLLM": Model(TEXT_OF_SEVERAL, QWEN3_5_MOE, keeps_weights=True),
+        "MLXVLM": Model(TEXT_OF_SEVERAL, QWEN3_5_MOE),
     },
     "qwen3_5_moe_text": {},
-    "llama": {"MLXLLM": Model("MLXLLM/Models/Llama.swift", WHOLE, DENSE)},
-    "smollm3": {"MLXLLM": Model("MLXLLM/Models/SmolLM3.swift", WHOLE, DENSE)},
-    "granite": {"MLXLLM": Model("MLXLLM/Models/Granite.swift", WHOLE, DENSE)},
-    "granitemoehybrid": {
-        "MLXLLM": Model("MLXLLM/Models/GraniteMoeHybrid.swift", WHOLE, GRANITE4),
-    },
-    "minicpm": {"MLXLLM": Model("MLXLLM/Models/MiniCPM.swift", WHOLE, DENSE)},
-    "mistral": {"MLXLLM": Model("MLXLLM/Models/Llama.swift", WHOLE, DENSE)},
+    "llama": {"MLXLLM": PLAIN},
+    "smollm3": {"MLXLLM": PLAIN},
+    "granite": {"MLXLLM": PLAIN},
+    "granitemoehybrid": {"MLXLLM": Model(WHOLE, GRANITE4)},
+    "minicpm": {"MLXLLM": PLAIN},
+    "mistral": {"MLXLLM": PLAIN},
     "ministral3": {},
-    "mistral3": {
-        "MLXLLM": Model("MLXLLM/Models/Mistral3Text.swift", WHOLE, DENSE),
-        "MLXVLM": Model("MLXVLM/Models/Mistral3.swift", TEXT_OF_SEVERAL, DENSE),
-    },
-    "gemma2": {"MLXLLM": Model("MLXLLM/Models/Gemma2.swift", WHOLE, DENSE)},
-    "gemma3_text": {"MLXLLM": Model("MLXLLM/Models/Gemma3Text.swift", WHOLE, DENSE)},
-    "gemma3": {
-        "MLXLLM": Model("MLXLLM/Models/Gemma3Text.swift", WHOLE, DENSE),
-        "MLXVLM": Model("MLXVLM/Models/Gemma3.swift", TEXT_OF_SEVERAL, DENSE),
-    },
-    "gemma4_text": {
-        "MLXLLM": Model("MLXLLM/Models/Gemma4Text.swift", WHOLE, GEMMA4, within="self_attn")
-    },
+    "mistral3": {"MLXLLM": PLAIN, "MLXVLM": PART},
+    "gemma2": {"MLXLLM": PLAIN},
+    "gemma3_text": {"MLXLLM": PLAIN},
+    "gemma3": {"MLXLLM": PLAIN, "MLXVLM": PART},
+    "gemma4_text": {"MLXLLM": Model(WHOLE, GEMMA4, within="self_attn")},
     "gemma4": {
-        "MLXLLM": Model("MLXLLM/Models/Gemma4.swift", TEXT_OF_SEVERAL, GEMMA4, within="self_attn"),
-        "MLXVLM": Model("MLXVLM/Models/Gemma4.swift", TEXT_OF_SEVERAL, GEMMA4),
+        "MLXLLM": Model(TEXT_OF_SEVERAL, GEMMA4, within="self_attn"),
+        "MLXVLM": Model(TEXT_OF_SEVERAL, GEMMA4),
     },
-    "lfm2": {
-        "MLXLLM": Model(
-            "MLXLLM/Models/LFM2.swift", WHOLE, LFM2 | named("feed_forward", "w1", "w2", "w3")
-        )
-    },
-    "lfm2_moe": {
-        "MLXLLM": Model(
-            *("MLXLLM/Models/LFM2MoE.swift", WHOLE),
-            LFM2 | named("feed_forward", "gate_proj", "up_proj", "down_proj"),
-        )
-    },
+    "lfm2": {"MLXLLM": Model(WHOLE, LFM2 | W1_TO_W3)},
+    "lfm2_moe": {"MLXLLM": Model(WHOLE, LFM2 | FEED_FORWARD)},
     "lfm3": {},
-    "phi3": {"MLXLLM": Model("MLXLLM/Models/Phi3.swift", WHOLE, FUSED)},
+    "phi3": {"MLXLLM": Model(WHOLE, FUSED)},
 }
 LOADS, FITTED, FIRST, NOT, LACKS = "yes", "fitted", "before the first token", "no", "none"
 
@@ -356,48 +332,46 @@ def test_the_folder_of_peft_loads_where_the_page_says(train: Callable[..., Train
     assert set(re.findall(r"`(\w+)`", said)) == loading, loading
 
 
-def change_config(folder: Path, change: Callable[[dict], object]) -> None:
-    config = json.loads((folder / CONFIG).read_text())
-    change(config)
-    (folder / CONFIG).write_text(json.dumps(config))
+def config(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def fault(folder: Path) -> None:
+        written = json.loads((folder / CONFIG).read_text())
+        change(written)
+        (folder / CONFIG).write_text(json.dumps(written))
+
+    return fault
 
 
-def change_weights(folder: Path, change: Callable[[str, mx.array], tuple[str, mx.array]]) -> None:
-    weights = mx.load(str(folder / WEIGHTS))
-    mx.eval(weights)
-    changed = dict(change(name, array) for name, array in weights.items())
-    mx.save_safetensors(str(folder / WEIGHTS), changed)
+def lora(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    return config(lambda written: change(written["lora_parameters"]))
 
 
-LORA = "lora_parameters"
+def weights(change: Callable[[str, mx.array], tuple[str, mx.array]]) -> Callable[[Path], None]:
+    def fault(folder: Path) -> None:
+        written = mx.load(str(folder / WEIGHTS))
+        mx.eval(written)
+        changed = dict(change(name, array) for name, array in written.items())
+        mx.save_safetensors(str(folder / WEIGHTS), changed)
+
+    return fault
+
+
 FAULTS: dict[str, Callable[[Path], None]] = {
-    "fewer layers": lambda folder: change_config(folder, lambda c: c.update(num_layers=1)),
-    "no layers": lambda folder: change_config(folder, lambda c: c.pop("num_layers")),
-    "another type": lambda folder: change_config(folder, lambda c: c.update(fine_tune_type="full")),
-    "no type": lambda folder: change_config(folder, lambda c: c.pop("fine_tune_type")),
-    "no scale": lambda folder: change_config(folder, lambda c: c[LORA].pop("scale")),
-    "a scale in text": lambda folder: change_config(folder, lambda c: c[LORA].update(scale="3")),
-    "another rank": lambda folder: change_config(folder, lambda c: c[LORA].update(rank=RANK + 1)),
-    "a key less": lambda folder: change_config(folder, lambda c: c[LORA]["keys"].pop()),
-    "short keys": lambda folder: change_config(
-        folder,
-        lambda c: c[LORA].update(keys=[key.rpartition(".")[2] for key in c[LORA]["keys"]]),
-    ),
-    "whole keys": lambda folder: change_config(
-        folder, lambda c: c[LORA].update(keys=[f"model.layers.0.{k}" for k in c[LORA]["keys"]])
-    ),
-    "another prefix": lambda folder: change_weights(
-        folder, lambda name, array: (f"language_model.{name}", array)
-    ),
-    "no prefix": lambda folder: change_weights(
-        folder, lambda name, array: (name.removeprefix("model."), array)
-    ),
-    "names of PEFT": lambda folder: change_weights(
-        folder, lambda name, array: (name.replace("lora_a", "lora_A.weight"), array)
-    ),
-    "turned matrices": lambda folder: change_weights(folder, lambda name, array: (name, array.T)),
-    "a matrix of the head": lambda folder: change_weights(
-        folder, lambda name, array: (name.replace("layers.1.mlp.up_proj", "lm_head"), array)
+    "fewer layers": config(lambda c: c.update(num_layers=1)),
+    "no layers": config(lambda c: c.pop("num_layers")),
+    "another type": config(lambda c: c.update(fine_tune_type="full")),
+    "no type": config(lambda c: c.pop("fine_tune_type")),
+    "no scale": lora(lambda c: c.pop("scale")),
+    "a scale in text": lora(lambda c: c.update(scale="3")),
+    "another rank": lora(lambda c: c.update(rank=RANK + 1)),
+    "a key less": lora(lambda c: c["keys"].pop()),
+    "short keys": lora(lambda c: c.update(keys=[k.rpartition(".")[2] for k in c["keys"]])),
+    "whole keys": lora(lambda c: c.update(keys=[f"model.layers.0.{k}" for k in c["keys"]])),
+    "another prefix": weights(lambda name, array: (f"language_model.{name}", array)),
+    "no prefix": weights(lambda name, array: (name.removeprefix("model."), array)),
+    "names of PEFT": weights(lambda name, array: (name.replace("lora_a", "lora_A.weight"), array)),
+    "turned matrices": weights(lambda name, array: (name, array.T)),
+    "a matrix of the head": weights(
+        lambda name, array: (name.replace("layers.1.mlp.up_proj", "lm_head"), array)
     ),
 }
 

@@ -10,8 +10,7 @@ import pytest
 
 from helpers.adapters import RANK, write_adapters
 from helpers.commands import call
-from helpers.gguf_files import MODELS, write_gguf
-from helpers.models import random_tensors
+from helpers.gguf_files import write_gguf
 from mesp.data.tokenizer import load_bundle_tokenizer
 
 APACHE = {"general.license": gguf.GGUFValue("apache-2.0", gguf.GGUFValueType.STRING)}
@@ -53,7 +52,7 @@ def fuse(
 ) -> Path:
     base = folder / "model" / "base.gguf"
     base.parent.mkdir()
-    write_gguf(base, "qwen2", random_tensors(MODELS["qwen2"][1]), **keys)
+    write_gguf(base, "qwen2", **keys)
     for name, text in licences.items():
         (base.parent / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     bundle = folder / "bundle.mesp"
@@ -107,10 +106,8 @@ def test_without_a_licence_it_has_the_file_alone(tmp_path: Path):
 )
 def test_a_licence_gives_no_commands(tmp_path: Path, text: str):
     out = fuse(tmp_path, {"LICENSE": text})
-    assert read_modelfile((out / "Modelfile").read_text()) == [
-        ("FROM", "./model.gguf"),
-        ("LICENSE", "See LICENSE beside this file."),
-    ]
+    named = ("LICENSE", "See LICENSE beside this file.")
+    assert read_modelfile((out / "Modelfile").read_text()) == [("FROM", "./model.gguf"), named]
 
 
 def test_a_token_gives_no_commands(tmp_path: Path):
@@ -118,10 +115,8 @@ def test_a_token_gives_no_commands(tmp_path: Path):
     out = fuse(tmp_path, {}, [5, 511], token)
     tokenizer = load_bundle_tokenizer(tmp_path / "bundle.mesp")
     assert tokenizer.decode([511]) == token
-    assert read_modelfile((out / "Modelfile").read_text()) == [
-        ("FROM", "./model.gguf"),
-        ("stop", tokenizer.decode([5])),
-    ]
+    stop = ("stop", tokenizer.decode([5]))
+    assert read_modelfile((out / "Modelfile").read_text()) == [("FROM", "./model.gguf"), stop]
 
 
 def test_there_is_none_without_a_fused_file(tmp_path: Path):

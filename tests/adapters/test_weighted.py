@@ -79,11 +79,8 @@ def test_adapters_for_llama_cpp_add_the_weighted_sum(family: Path, tmp_path: Pat
     assert found.keys() == {module for part in parts.values() for module in part}
     assert all(found.keys() - part.keys() for part in parts.values())
     for module, matrix in found.items():
-        expected = sum(
-            weight * parts[name][module]
-            for name, weight in WEIGHTS.items()
-            if module in parts[name]
-        )
+        having = [name for name in WEIGHTS if module in parts[name]]
+        expected = sum(WEIGHTS[name] * parts[name][module] for name in having)
         assert relative_error(matrix, expected) <= EXACT, module
 
 
@@ -143,10 +140,8 @@ def asked(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     def adapters() -> list:
         settings = [json.loads(line) for line in notes.read_text().splitlines()]
         notes.unlink()
-        return [
-            [(Path(each["folder"]).name, each["weight"]) for each in one["adapters"]]
-            for one in settings
-        ]
+        named = [each["adapters"] for each in settings]
+        return [[(Path(each["folder"]).name, each["weight"]) for each in one] for one in named]
 
     return adapters
 
@@ -197,23 +192,22 @@ def test_an_evaluation_measures_each_or_their_sum(bundle: Path, asked):
     values = perplexities(found["results"])
     assert values["0.5 * a + b"] < values[None]
 
-    rows = mesp.evaluate(
-        bundle, "data.jsonl", adapters=["a", "b"], weights=[0.5, 1], base=False
-    ).rows
-    assert {row.adapters for row in rows} == {"0.5 * a + b"}
+    weighted = {"adapters": ["a", "b"], "weights": [0.5, 1]}
+    found = mesp.evaluate(bundle, "data.jsonl", **weighted, base=False)
+    assert {row.adapters for row in found.rows} == {"0.5 * a + b"}
     assert asked() == [both]
 
 
+COUNTS = "The number of --weights is {}, and that of --adapters {}; give a weight for each folder."
+RANGE = "--weights has {}; give numbers from 0 to 10."
 REFUSED = {
     "--weights 1": "--weights needs --adapters.",
-    "--adapters a,b --weights 1": "The number of --weights is 1, and that of --adapters 2; give a "
-    "weight for each folder.",
-    "--adapters a --weights 1,2": "The number of --weights is 2, and that of --adapters 1; give a "
-    "weight for each folder.",
-    "--adapters a,b --weights 1,-0.5": "--weights has -0.5; give numbers from 0 to 10.",
-    "--adapters a,b --weights nan,1": "--weights has nan; give numbers from 0 to 10.",
-    "--adapters a --weights inf": "--weights has inf; give numbers from 0 to 10.",
-    "--adapters a --weights 10.5": "--weights has 10.5; give numbers from 0 to 10.",
+    "--adapters a,b --weights 1": COUNTS.format(1, 2),
+    "--adapters a --weights 1,2": COUNTS.format(2, 1),
+    "--adapters a,b --weights 1,-0.5": RANGE.format(-0.5),
+    "--adapters a,b --weights nan,1": RANGE.format("nan"),
+    "--adapters a --weights inf": RANGE.format("inf"),
+    "--adapters a --weights 10.5": RANGE.format(10.5),
     "--adapters ,": "--adapters has no value; give one, or leave it out.",
     "--adapters a --weights ,": "--weights has no value; give one, or leave it out.",
 }
@@ -257,12 +251,14 @@ def test_what_cannot_be_fused_is_named_and_nothing_is_left(
 ):
     if second == "another":
         write_adapters(tmp_path / "another", bundle)
-    if second == "run":
-        shutil.copytree(family / "second", tmp_path / "run" / "adapters")
-    if second == "zero":
-        shutil.copytree(family / "second", tmp_path / "zero")
-    if second == "dora":
-        shutil.copytree(family / "dora", tmp_path / "dora")
+    copied = {
+        "run": ("second", "run/adapters"),
+        "zero": ("second", "zero"),
+        "dora": ("dora", "dora"),
+    }
+    if second in copied:
+        name, place = copied[second]
+        shutil.copytree(family / name, tmp_path / place)
     folders = f"{family / 'first'},{tmp_path / second}"
     weights = {"zero": "0,0", "dora": "1,1"}.get(second, "1,0")
     options = ("--adapters", folders, "--weights", weights, "--out", tmp_path / "fused", "--gguf")

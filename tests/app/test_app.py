@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from array import array
-from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -46,51 +46,25 @@ APP_SOURCES = [*sorted(APP.rglob("*.swift")), SHARED]
 
 
 def parse(text: str) -> dict:
+    """Reads an Xcode project as JSON."""
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     text = re.sub(r"^//.*$", "", text, flags=re.M)
     tokens = re.findall(r'"(?:[^"\\]|\\.)*"|[{}()=;,]|[^\s{}()=;,"]+', text)
-    tokens.reverse()
+    assert all(before in "{;" for before, token in pairwise(tokens) if token == "}")
+    signs = {"{": "{", "}": "}", "=": ":", ";": ",", "(": "[", ")": "]", ",": ","}
+    parts = [signs.get(t, t if t.startswith('"') else json.dumps(t)) for t in tokens]
+    kept = [a for a, b in pairwise([*parts, ""]) if a != "," or b not in ("}", "]")]
 
-    def expect(token: str) -> None:
-        found = tokens.pop()
-        assert found == token, f"{found} in place of {token}"
+    def unique(pairs: list[tuple]) -> dict:
+        assert len(pairs) == len(dict(pairs)), "a key is there twice"
+        return dict(pairs)
 
-    def value() -> object:
-        token = tokens.pop()
-        if token == "{":
-            result = {}
-            while tokens[-1] != "}":
-                key = tokens.pop().strip('"')
-                assert key not in result, f"{key} is there twice"
-                expect("=")
-                result[key] = value()
-                expect(";")
-            tokens.pop()
-            return result
-        if token == "(":
-            items = []
-            while tokens[-1] != ")":
-                items.append(value())
-                if tokens[-1] == ",":
-                    tokens.pop()
-            tokens.pop()
-            return items
-        assert token not in "})=;,", f"{token} where a value is due"
-        return json.loads(token) if token.startswith('"') else token
-
-    result = value()
-    assert not tokens, f"{tokens[-1]} after the end"
-    return result
+    return json.loads("".join(kept), object_pairs_hook=unique)
 
 
 @pytest.fixture(scope="module")
-def project() -> dict:
-    return parse((PROJECT / "project.pbxproj").read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="module")
-def objects(project: dict) -> dict[str, dict]:
-    return project["objects"]
+def objects() -> dict[str, dict]:
+    return parse((PROJECT / "project.pbxproj").read_text(encoding="utf-8"))["objects"]
 
 
 def of(objects: dict[str, dict], isa: str) -> list[dict]:
@@ -111,35 +85,19 @@ def test_every_path_in_the_project_exists(objects: dict[str, dict]):
                 assert (HOME / path).is_file(), path
 
 
-def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
-    (project,) = of(objects, "PBXProject")
-    found = {}
-    for holder in (project, target):
-        for identifier in objects[holder["buildConfigurationList"]]["buildConfigurations"]:
-            each = objects[identifier]
-            found.setdefault(each["name"], {}).update(each["buildSettings"])
-    return found
-
-
-def target_of(objects: dict[str, dict], kind: str) -> dict:
-    kinds = {t["productType"].replace(".", " ").split()[-1]: t for t in targets(objects)}
-    return kinds[kind]
-
-
-def targets(objects: dict[str, dict]) -> list[dict]:
+@pytest.fixture(scope="module")
+def app(objects: dict[str, dict]) -> dict:
     (project,) = of(objects, "PBXProject")
     assert len(project["targets"]) == len(of(objects, "PBXNativeTarget"))
-    return [objects[each] for each in project["targets"]]
+    targets = [objects[each] for each in project["targets"]]
+    (app,) = (each for each in targets if each["productType"].endswith(".application"))
+    return app
 
 
-def test_what_comes_with_the_app_is_all_copied_into_it(objects: dict[str, dict]):
+def test_what_comes_with_the_app_is_all_copied_into_it(objects: dict[str, dict], app: dict):
     (run,) = re.findall(r'resourceURL\?\.appending\(path: "(\w+)"\)', app_text())
-    app = target_of(objects, "application")
-    (phase,) = (
-        objects[each]
-        for each in app["buildPhases"]
-        if objects[each]["isa"] == "PBXResourcesBuildPhase"
-    )
+    phases = [objects[each] for each in app["buildPhases"]]
+    (phase,) = (each for each in phases if each["isa"] == "PBXResourcesBuildPhase")
     copied = {objects[objects[each]["fileRef"]]["path"] for each in phase["files"]}
     assert copied == {run, *(path.name for path in HOME.glob("*.mesp"))}
 
@@ -148,11 +106,16 @@ def app_text() -> str:
     return "\n".join(source.read_text(encoding="utf-8") for source in APP_SOURCES)
 
 
-def test_the_tools_know_the_app_by_its_identifier(objects: dict[str, dict]):
-    app = target_of(objects, "application")
-    for settings in settings_of(objects, app).values():
-        assert settings["APP_IDENTIFIER"] == phone.APP
-        assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER)"
+def test_the_tools_know_the_app_by_its_identifier(objects: dict[str, dict], app: dict):
+    settings: dict[str, dict] = {}
+    for holder in (*of(objects, "PBXProject"), app):
+        for identifier in objects[holder["buildConfigurationList"]]["buildConfigurations"]:
+            each = objects[identifier]
+            settings.setdefault(each["name"], {}).update(each["buildSettings"])
+    assert settings
+    for each in settings.values():
+        assert each["APP_IDENTIFIER"] == phone.APP
+        assert each["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER)"
 
 
 def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
@@ -204,18 +167,16 @@ def test_info_plist_permits_what_the_app_asks_the_system_for():
     assert ("BGProcessingTaskRequest(" in source) == ("processing" in info["UIBackgroundModes"])
     named = re.findall(r'prefix \+ "(\.\w+)"', source)
     named += [f"{each}.*" for each in re.findall(r'"\\\(prefix\)(\.\w+)\.', source)]
-    assert info["BGTaskSchedulerPermittedIdentifiers"] == [
-        f"$(PRODUCT_BUNDLE_IDENTIFIER){each}" for each in named
-    ]
+    permitted = [f"$(PRODUCT_BUNDLE_IDENTIFIER){each}" for each in named]
+    assert info["BGTaskSchedulerPermittedIdentifiers"] == permitted
     assert ("import ActivityKit\n" in source) == info["NSSupportsLiveActivities"]
 
 
 def test_info_plist_lets_the_app_reach_a_server_in_the_local_network():
     info = plistlib.loads((APP / "Info.plist").read_bytes())
     # Plain http is allowed in the local network only.
-    assert {key for key, value in info["NSAppTransportSecurity"].items() if value} == {
-        "NSAllowsLocalNetworking"
-    }
+    allowed = [key for key, value in info["NSAppTransportSecurity"].items() if value]
+    assert allowed == ["NSAllowsLocalNetworking"]
     assert info["NSLocalNetworkUsageDescription"], "iOS asks the person with it"
     # Reading the device's host name would make iOS ask the person for access to the local network.
     for source in HOME.rglob("*.swift"):
@@ -415,11 +376,13 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
             done = compiler.compile_what_differs(name, *sources)
             assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
         compile("MeSPTrainer", *views)
-    for example in library_examples(tmp_path):
-        compile(example.stem, example)
-    compile("Landing", short_example(tmp_path / "Landing.swift", CATALOGUE / "MeSP.md", 0))
+    pages = {f"{article.stem}Example": article for article in ARTICLES}
+    pages["BesideMLXSwiftLM"] = ROOT / "docs" / "mlx-swift-lm.md"
+    assert len(pages) == 4 and len(swift_blocks(pages["BesideMLXSwiftLM"])) == 4
+    for name, page in pages.items():
+        compile(name, swift_example(tmp_path / f"{name}.swift", page))
+    compile("Landing", short_example(tmp_path / "Landing.swift", CATALOGUE / "MeSP.md"))
     compile("tutor", *sorted((HOME / "Example").glob("*.swift")))
-    compile("BesideMLXSwiftLM", example_beside_mlx_swift_lm(tmp_path / "BesideMLXSwiftLM.swift"))
     if system == "macOS":
         sil = compile("engine", *sorted((HOME / "Engine").glob("*.swift")))
         # A closure in main.swift is isolated to the main actor unless it is declared otherwise. If
@@ -453,12 +416,9 @@ def swift_blocks(page: Path) -> list[str]:
     return blocks
 
 
-def library_examples(folder: Path) -> Iterator[Path]:
-    assert len(ARTICLES) == 3
-    for article in ARTICLES:
-        source = folder / f"{article.stem}Example.swift"
-        source.write_text("\n".join(swift_blocks(article)), encoding="utf-8")
-        yield source
+def swift_example(source: Path, page: Path) -> Path:
+    source.write_text("\n".join(swift_blocks(page)), encoding="utf-8")
+    return source
 
 
 GIVEN = """import Foundation
@@ -479,16 +439,9 @@ import MeSP
 """
 
 
-def short_example(source: Path, page: Path, place: int) -> Path:
-    lines = [line for line in swift_blocks(page)[place].splitlines() if line != "import MeSP"]
+def short_example(source: Path, page: Path) -> Path:
+    lines = [line for line in swift_blocks(page)[0].splitlines() if line != "import MeSP"]
     source.write_text("\n".join([GIVEN, *lines, "} }"]), encoding="utf-8")
-    return source
-
-
-def example_beside_mlx_swift_lm(source: Path) -> Path:
-    blocks = swift_blocks(ROOT / "docs" / "mlx-swift-lm.md")
-    assert len(blocks) == 4
-    source.write_text("\n".join(blocks), encoding="utf-8")
     return source
 
 

@@ -210,12 +210,20 @@ def test_a_function_has_the_outputs_of_a_block(tiny, tmp_path, change):
     replace_file(out, name, file)
     with pytest.raises(MespError, match="it does not have the inputs and outputs of a block"):
         Bundle(out).function(8, plain=True)
-    done = run("train", out, "--method", "mebp", "--steps", 1, "--out", tmp_path / "run")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        f"Error: {name} in {out} is not a function that mesp-export writes (it does not have the "
-        "inputs and outputs of a block); export the bundle again."
-    )
+    said = "it does not have the inputs and outputs of a block"
+    assert trained(out, tmp_path / "run").startswith(refusal(name, out, said))
+
+
+def trained(bundle: Path, run_folder: Path) -> str:
+    """Returns the last sentence. On a CPU, only MeBP runs a bundle's functions."""
+    done = run("train", bundle, "--method", "mebp", "--steps", 1, "--out", run_folder)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def refusal(name: str, bundle: Path, said: str) -> str:
+    writes = f"{name} in {bundle} is not a function that mesp-export writes"
+    return f"Error: {writes} ({said}); export the bundle again."
 
 
 def replace_file(bundle: Path, name: str, data: bytes) -> None:
@@ -234,20 +242,13 @@ def test_the_file_is_for_one_device(tmp_path):
 
 
 def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
-    """The engine checks a function even if the manifest has the digest of its file. On a CPU, only
-    MeBP runs a bundle's functions.
-    """
+    """The engine checks a function even if the manifest has the digest of its file."""
     find_engine()
     bundle, record = tmp_path / "b", tmp_path / "text.jsonl"
     record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
-    call(*("export", "--model", tiny, "--seq-len", 8, "--data", record), *("--out", bundle))
+    call("export", "--model", tiny, "--seq-len", 8, "--data", record, "--out", bundle)
     name = "block.plain.8.mlxfn"
     file = exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20))
     replace_file(bundle, name, file)
-    done = run("train", bundle, "--method", "mebp", "--steps", 1, "--out", tmp_path / "run")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        f"Error: {name} in {bundle} is not a function that mesp-export writes (the primitive "
-        "AsStrided is not supported); export the bundle again."
-    )
-    assert "Traceback" not in done.stderr
+    said = "the primitive AsStrided is not supported"
+    assert trained(bundle, tmp_path / "run").startswith(refusal(name, bundle, said))

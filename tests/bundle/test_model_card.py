@@ -6,8 +6,7 @@ import pytest
 
 from helpers.commands import call
 from helpers.exports import NEAREST, exported, refused
-from helpers.gguf_files import MODELS, write_gguf
-from helpers.models import random_tensors
+from helpers.gguf_files import write_gguf
 from mesp import hub_download
 from mesp.bundle.manifest import ModelName
 from mesp.bundle.model_card import write_terms_of_run
@@ -79,7 +78,7 @@ def test_terms_that_are_elsewhere_are_refused(tiny: Path):
 
 
 def test_terms_go_from_the_folder_of_a_gguf_file():
-    file = write_gguf(Path("model.gguf"), "qwen2", random_tensors(MODELS["qwen2"][1]))
+    file = write_gguf(Path("model.gguf"), "qwen2")
     Path("NOTICE").write_text("They made it.")
     Path("README.md").write_text(CARD)
     source = find.find_source(str(file), False)
@@ -91,8 +90,7 @@ def test_terms_go_from_the_folder_of_a_gguf_file():
 def test_terms_are_downloaded_with_a_gguf_file(monkeypatch: pytest.MonkeyPatch):
     folder = Path("snapshots", "0123")
     (folder / "sub").mkdir(parents=True)
-    file = write_gguf(Path("tiny.gguf"), "qwen2", random_tensors(MODELS["qwen2"][1]))
-    file.rename(folder / "sub" / "m.gguf")
+    write_gguf(Path("tiny.gguf"), "qwen2").rename(folder / "sub" / "m.gguf")
     (folder / "USE_POLICY.md").write_text("Do no harm.")
     asked: list[str] = []
 

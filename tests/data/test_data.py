@@ -3,25 +3,24 @@ import os
 import shutil
 import sys
 import unicodedata
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from mlx_lm.tuner.datasets import CacheDataset, create_dataset
 from mlx_lm.tuner.trainer import default_loss, iterate_batches
 from mlx_lm.utils import load_model
 
+from helpers.commands import call, refused, run
 from helpers.models import TEXT, TINY, byte_tokenizer
 from helpers.paths import DEMO_MODEL
 from mesp import reference
 from mesp.adapters.held_out_loss import read_sequences
 from mesp.bundle.data_files import replace_data
 from mesp.bundle.reader import Bundle
-from mesp.commands import data, export
 from mesp.data.load import DataOptions, load_additional, make_random_data
 from mesp.data.load import load as load_data
 from mesp.data.plain_text import cut_text
@@ -160,7 +159,7 @@ def test_random_data():
         ({"train.jsonl": "{}"}, "Line 1 .* has nothing; records have"),
         (
             {"train.jsonl": '{"prompt": "a", "completion": ["b"]}'},
-            "a .completion. that is neither a string",
+            "a .completion. that is neither a",
         ),
         (
             {"train.jsonl": '{"messages": []}'},
@@ -282,16 +281,10 @@ def examples(split: Split) -> list[tuple[list[int], int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "loss_on"),
-    [
-        ("text", "all"),
-        ("completions", "all"),
-        ("completions", "last"),
-        ("chat", "all"),
-        ("chat", "last"),
-    ],
-)
+OF_KINDS = [("text", "all"), *product(("completions", "chat"), ("all", "last"))]
+
+
+@pytest.mark.parametrize(("kind", "loss_on"), OF_KINDS)
 def test_examples_are_what_mlx_lm_makes_of_the_records(
     chat_tokenizer, tmp_path, capsys, kind, loss_on
 ):
@@ -410,8 +403,7 @@ def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
     assert (split.too_long, split.no_room) == (len(longer) - lost, lost)
     (line,) = caplog.messages
     count = len(longer) - lost
-    said = f"Records longer than 25 tokens were {long}: {count} in train, "
-    said += f"{count} in valid."
+    said = f"Records longer than 25 tokens were {long}: {count} in train, {count} in valid."
     if lost:
         said += " Records whose prompt fills 25 tokens were left out: "
         said += f"{lost} in train, {lost} in valid."
@@ -435,11 +427,8 @@ def test_records_with_control_tokens_in_a_text_are_counted(chat_tokenizer, tmp_p
     records = [{"prompt": text, "completion": f"yes{end}"} for text in texts for _ in range(2)]
     data = write_records(tmp_path / "a.jsonl", records)
     load(data, chat_tokenizer, 64, chat=False)
-    note = (
-        "Records with control tokens in their text, which the model reads as such without "
-        "--split-special-tokens: 4."
-    )
-    assert note in caplog.text
+    note = "Records with control tokens in their text, which the model reads as such without "
+    assert f"{note}--split-special-tokens: 4." in caplog.text
     caplog.clear()
     load(write_records(tmp_path / "b.jsonl", records[2:4]), chat_tokenizer, 64, chat=False)
     assert "control tokens" not in caplog.text
@@ -528,10 +517,8 @@ def exported(tiny, tmp_path_factory) -> Path:
     shutil.copytree(tiny, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "text.txt").write_text(TEXT)
-    arguments = ["--model", folder / "model", "--data", folder / "text.txt", "--seq-len", "24,16"]
-    arguments += ["--out", folder / "tiny.mesp"]
-    result = CliRunner().invoke(export.main, list(map(str, arguments)), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    options = ("--data", folder / "text.txt", "--seq-len", "24,16", "--out", folder / "tiny.mesp")
+    call("export", "--model", folder / "model", *options)
     return folder / "tiny.mesp"
 
 
@@ -540,10 +527,8 @@ def bundle(exported, tmp_path) -> Path:
     return shutil.copytree(exported, tmp_path / "copy.mesp")
 
 
-def mesp_data(*arguments: object) -> Result:
-    result = CliRunner().invoke(data.main, list(map(str, arguments)))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
+def manifest_of(bundle: Path) -> dict:
+    return json.loads((bundle / "manifest.json").read_text())
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -578,21 +563,18 @@ def test_a_bundle_says_how_its_text_became_tokens(bundle, tmp_path):
     end = load_tokenizer(bundle).eos_token
     record = {"prompt": "a", "completion": f"{end}."}
     path = write_records(tmp_path / "a.jsonl", [record] * 3)
-    real = mesp_data(bundle, "--data", path, "--no-chat")
-    assert real.exit_code == 2 and "end token in its answer" in real.output
-    done = mesp_data(bundle, "--data", path, "--no-chat", "--split-special-tokens")
-    assert done.exit_code == 0, done.output
+    assert "end token in its answer" in refused(run("data", bundle, "--data", path, "--no-chat"))
+    done = call("data", bundle, "--data", path, "--no-chat", "--split-special-tokens")
     assert f"a⟦{end}.{end}⟧" in done.stdout
-    entries = json.loads((bundle / "manifest.json").read_text())
+    entries = manifest_of(bundle)
     assert entries["encoding"] == {"chat": False, "split_special_tokens": True}
     assert_whole(bundle)
     path.write_text('{"text": "words and words"}\n' * 90)
-    assert mesp_data(bundle, "--data", path).exit_code == 0
-    assert "encoding" not in json.loads((bundle / "manifest.json").read_text())
+    call("data", bundle, "--data", path)
+    assert "encoding" not in manifest_of(bundle)
     for encoding in ([], {"chat": 1}, {"other": True}):
         (bundle / "manifest.json").write_text(json.dumps(entries | {"encoding": encoding}))
-        refused = mesp_data(bundle)
-        assert refused.exit_code == 2 and "manifest" in refused.output
+        assert "manifest" in refused(run("data", bundle))
 
 
 def test_a_bundle_says_what_windows_begin_with(bundle):
@@ -621,12 +603,11 @@ def test_data_is_replaced_with_the_bundles_tokenizer(bundle, tmp_path):
         (chat, {}, []),
         (text, {}, []),
     ):
-        result = mesp_data(bundle, "--data", path, *arguments)
-        assert result.exit_code == 0, result.output
+        result = call("data", bundle, "--data", path, *arguments)
         expected = load(path, tokenizer, 24, **options)
         assert_same(assert_whole(bundle), expected)
-        manifest = json.loads((bundle / "manifest.json").read_text())
-        assert {*files(bundle)} == {file["path"] for file in manifest["files"]} | {"manifest.json"}
+        listed = {file["path"] for file in manifest_of(bundle)["files"]}
+        assert {*files(bundle)} == listed | {"manifest.json"}
         counts = (
             f"{len(expected['train'].examples)} train example"
             if expected["train"].examples is not None
@@ -640,30 +621,21 @@ def test_data_is_replaced_with_the_bundles_tokenizer(bundle, tmp_path):
 def test_records_are_shown_as_they_are_trained(tmp_path):
     records = [{"prompt": f"Time {i}?", "completion": "It is\nnoon.", "id": i} for i in range(4)]
     path = write_records(tmp_path / "data.jsonl", records)
-    arguments = [
-        "--model",
-        "demo",
-        "--seq-len",
-        64,
-        "--data",
-        path,
-        "--out",
-        tmp_path / "demo.mesp",
-    ]
-    exported = CliRunner().invoke(export.main, list(map(str, arguments)), catch_exceptions=False)
+    out = tmp_path / "demo.mesp"
+    exported = call("export", "--model", "demo", "--seq-len", 64, "--data", path, "--out", out)
     shown = "user: Time {}?↵\nassistant:⟦ It is↵\nnoon.<|endoftext|>↵\n⟧\n"
     assert shown.format(0) in exported.stdout and "Time 1?" not in exported.stdout
 
-    done = mesp_data(tmp_path / "demo.mesp", "--data", path, "--show", 2)
+    done = call("data", out, "--data", path, "--show", 2)
     assert "Record 1 of 3: 22 tokens, 9 in the loss\n" + shown.format(0) in done.stdout
     assert shown.format(1) in done.stdout and "Time 2?" not in done.stdout
     assert done.stdout.endswith("Generation stops at <|endoftext|>.\n")
     assert done.stderr == "Columns that were not read: id.\n"
-    again = mesp_data(tmp_path / "demo.mesp", "--show", 2)
+    again = call("data", out, "--show", 2)
     assert done.stdout.endswith(again.stdout) and again.stdout.startswith("Record 1 of 3")
-    assert "Time 1?" not in mesp_data(tmp_path / "demo.mesp").stdout
-    wrong = mesp_data(tmp_path / "demo.mesp", "--show", 1, "--pack")
-    assert wrong.stderr == "Error: Name the new data with --data, which --pack is about.\n"
+    assert "Time 1?" not in call("data", out).stdout
+    wrong = refused(run("data", out, "--show", 1, "--pack"))
+    assert wrong == "Name the new data with --data, which --pack is about."
 
 
 def test_characters_that_show_nothing_are_shown_as_escapes(tmp_path):
@@ -676,11 +648,9 @@ def test_characters_that_show_nothing_are_shown_as_escapes(tmp_path):
     answers = ["y".join(["", *blank[i : i + 40], ""]) for i in range(0, len(blank), 40)]
     records = [{"prompt": "a", "completion": each} for each in answers]
     path, out = write_records(tmp_path / "data.jsonl", records), tmp_path / "demo.mesp"
-    arguments = ["--model", "demo", "--seq-len", 512, "--data", path, "--no-chat", "--out", out]
-    arguments += ["--hold-out", 0]
-    exported = CliRunner().invoke(export.main, list(map(str, arguments)), catch_exceptions=False)
-    assert exported.exit_code == 0, exported.output
-    shown = mesp_data(out, "--show", len(records)).stdout
+    options = ("--data", path, "--no-chat", "--hold-out", 0, "--out", out)
+    call("export", "--model", "demo", "--seq-len", 512, *options)
+    shown = call("data", out, "--show", len(records)).stdout
     assert not {*shown} & {*blank}
     for answer in answers:
         assert f"a⟦{answer.encode('unicode_escape').decode()}<|endoftext|>⟧" in shown
@@ -689,34 +659,32 @@ def test_characters_that_show_nothing_are_shown_as_escapes(tmp_path):
 def test_export_takes_the_same_options(exported, tmp_path):
     chat = write_records(tmp_path / "chat.jsonl", RECORDS["chat"])
     model, out = exported.parent / "model", tmp_path / "b.mesp"
-    arguments = ["--model", model, "--seq-len", 24, "--out", out]
-    arguments += ["--data", chat, "--mask-prompt", "--long", "split"]
-    result = CliRunner().invoke(export.main, list(map(str, arguments)), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    options = ("--data", chat, "--mask-prompt", "--long", "split", "--out", out)
+    result = call("export", "--model", model, "--seq-len", 24, *options)
     tokenizer = load_tokenizer(exported)
     expected = load(chat, tokenizer, 24, loss_on="last", long="split")
     assert_same(assert_whole(out), expected)
     assert f"{len(expected['train'].examples)} train examples" in result.stdout
     assert "were split" in result.stderr
-    without = CliRunner().invoke(export.main, ["--model", str(model), "--mask-prompt"])
-    assert without.exit_code == 2 and "name it too" in without.stderr
+    without = run("export", "--model", model, "--mask-prompt")
+    assert without.returncode == 2 and "name it too" in without.stderr
 
 
 def test_data_that_is_refused_changes_nothing(bundle, tmp_path):
     before = files(bundle)
     (tmp_path / "bad.jsonl").write_text("not json")
-    result = mesp_data(bundle, "--data", tmp_path / "bad.jsonl")
-    assert result.exit_code == 2 and result.stderr.startswith("Error: Line 1 of ")
-    assert len(result.stderr.splitlines()) == 1
+    said = refused(run("data", bundle, "--data", tmp_path / "bad.jsonl"))
+    assert said.startswith("Line 1 of ")
     (tmp_path / "ids.txt").write_text(TEXT)
-    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest = manifest_of(bundle)
     manifest["architecture"]["vocab_size"] = 100
     (bundle / "manifest.json").write_text(json.dumps(manifest))
-    assert "do not belong together" in mesp_data(bundle, "--data", tmp_path / "ids.txt").stderr
+    text = ("--data", tmp_path / "ids.txt")
+    assert "do not belong together" in run("data", bundle, *text).stderr
     (bundle / "manifest.json").write_bytes(before["manifest.json"])
     (bundle / "tokenizer_config.json").rename(tmp_path / "moved.json")
-    assert "manifest" not in mesp_data(tmp_path / "no.mesp", "--data", "x").stdout
-    assert "is missing" in mesp_data(bundle, "--data", tmp_path / "ids.txt").stderr
+    assert "manifest" not in run("data", tmp_path / "no.mesp", "--data", "x").stdout
+    assert "is missing" in run("data", bundle, *text).stderr
     (tmp_path / "moved.json").rename(bundle / "tokenizer_config.json")
     assert files(bundle) == before
 
@@ -778,8 +746,8 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
         changes += 1
     assert changes > 8 and seen == {False, True}
     assert_same(assert_whole(bundle), new)
-    manifest = json.loads((bundle / "manifest.json").read_text())
-    assert {*files(bundle)} == {file["path"] for file in manifest["files"]} | {"manifest.json"}
+    listed = {file["path"] for file in manifest_of(bundle)["files"]}
+    assert {*files(bundle)} == listed | {"manifest.json"}
 
 
 @pytest.mark.parametrize(
@@ -837,17 +805,13 @@ def test_a_prompt_that_the_answers_repeat_is_there_once(chat_tokenizer, tmp_path
         {"prompt": asked, "chosen": asked + one, "rejected": asked + other},
         {"prompt": "q ", "chosen": asked + one, "rejected": asked + other},
     ]
-    found = [
-        load(write_records(tmp_path / "data.jsonl", [record] * 2), chat_tokenizer, 64)["train"]
-        for record in records
-    ]
-    assert len({tuple(split.tokens.tolist()) for split in found}) == 1
     completions = [{"prompt": asked, "completion": each} for each in (one, asked + one)]
-    found = [
-        load(write_records(tmp_path / "data.jsonl", [record] * 2), chat_tokenizer, 64)["train"]
-        for record in completions
-    ]
-    assert len({tuple(split.tokens.tolist()) for split in found}) == 1
+    for alike in (records, completions):
+        found = set()
+        for record in alike:
+            path = write_records(tmp_path / "data.jsonl", [record] * 2)
+            found.add(tuple(load(path, chat_tokenizer, 64)["train"].tokens.tolist()))
+        assert len(found) == 1
 
 
 def test_answers_of_the_same_tokens_are_no_pair(chat_tokenizer, tmp_path):

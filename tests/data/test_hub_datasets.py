@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import pyarrow
 import pyarrow.parquet
 import pytest
-from click.testing import CliRunner
 
-from mesp.commands import data as mesp_data
-from mesp.commands import export
+from helpers.commands import call, refused, run
 from mesp.data.hub_datasets import read_dataset
 from mesp.data.records import AnyRecord
 from mesp.data.sources import Selection, read_data
@@ -84,11 +82,8 @@ def test_splits_by_the_names_that_they_have(tmp_path, name):
     for split, count in (("train", 4), (name, 3), ("test", 2)):
         write(tmp_path / "data" / "data" / f"{split}-00000-of-00001.parquet", rows(split, count))
     documents = read_data(str(tmp_path / "data"), Selection(columns=AS_COMPLETIONS))
-    assert {split: len(each) for split, each in documents.items()} == {
-        "train": 4,
-        "valid": 3,
-        "test": 2,
-    }
+    counts = {split: len(each) for split, each in documents.items()}
+    assert counts == {"train": 4, "valid": 3, "test": 2}
 
 
 def test_a_file_and_what_is_null_in_it(tmp_path):
@@ -102,9 +97,8 @@ def test_a_file_and_what_is_null_in_it(tmp_path):
     documents = read_data(str(path), Selection())
     lines = tmp_path / "chats.jsonl"
     lines.write_text("\n".join(json.dumps({"messages": each}) for each in messages))
-    assert [each.messages for each in documents["train"]] == [
-        each.messages for each in read_data(str(lines), Selection())["train"]
-    ]
+    of_lines = read_data(str(lines), Selection())["train"]
+    assert [r.messages for r in documents["train"]] == [r.messages for r in of_lines]
     records = tmp_path / "records.jsonl"
     records.write_text("\n".join(map(json.dumps, rows("main", 10))))
     splits = {"train": "train[:8]", "valid": "train[8:]"}
@@ -175,31 +169,22 @@ def test_without_the_library_it_is_named(dataset, monkeypatch):
         read_dataset(str(dataset), None, {})
 
 
-def run(command, *arguments: object):
-    return CliRunner().invoke(command, list(map(str, arguments)))
-
-
 def test_the_commands_take_columns_subset_and_splits(dataset, tmp_path):
     out = tmp_path / "demo.mesp"
     taken = ["--data", dataset, "--subset", "main", "--splits", "train=train[:30],valid=test"]
     columns = ["--columns", "prompt=question,completion=answer"]
-    done = run(export.main, "--model", "demo", "--seq-len", 32, "--out", out, *taken, *columns)
-    assert done.exit_code == 0, done.output
-    assert "30 train examples of" in done.output and "5 valid examples of" in done.output
-    done = run(mesp_data.main, out, "--data", dataset, "--subset", "socratic", *columns)
-    assert done.exit_code == 0, done.output
-    assert "9 train examples of" in done.output and "1 valid example of" in done.output
+    size = ("--model", "demo", "--seq-len", 32, "--out", out)
+    said = call("export", *size, *taken, *columns).stdout
+    assert "30 train examples of" in said and "5 valid examples of" in said
+    said = call("data", out, "--data", dataset, "--subset", "socratic", *columns).stdout
+    assert "9 train examples of" in said and "1 valid example of" in said
     for wrong, said in (
         (("--columns", "question"), "--columns takes KEY=COLUMN, with KEY one of text, prompt, "),
-        (
-            ("--splits", "training=a"),
-            "SPLIT=NAME, with SPLIT one of train, valid, test",
-        ),
+        (("--splits", "training=a"), "SPLIT=NAME, with SPLIT one of train, valid, test"),
         (("--columns", "prompt="), "and not prompt."),
         (("--mask-prompt", "--loss-on", "all"), "not --loss-on all: give one of them."),
     ):
-        done = run(mesp_data.main, out, "--data", dataset, *wrong)
-        assert done.exit_code == 2 and said in done.output and done.output.count("\n") == 1
+        assert said in refused(run("data", out, "--data", dataset, *wrong))
 
 
 @pytest.mark.parametrize("path", ["absolute", "../secret/*.txt", "file:", "link.txt"])

@@ -32,45 +32,33 @@ def tool(content: str) -> dict:
     return {"role": "tool", "content": content}
 
 
+def turn(asked: str, answer: str) -> list[dict]:
+    return [user(asked), assistant(answer)]
+
+
+SYSTEM = {"role": "system", "content": "Be."}
 CONVERSATIONS = {
     "one": [user("Hi."), assistant("Hello.\n\nWhat is it?\n")],
-    "several": [
-        user("a"),
-        assistant("b b"),
-        user("c"),
-        assistant(" d\n"),
-        user("e"),
-        assistant("f"),
-    ],
-    "same": [user("a"), assistant("a"), user("a"), assistant("a")],
-    "user ends": [user("a"), assistant("b"), user("c")],
-    "system": [{"role": "system", "content": "Be."}, user("a"), assistant("b")],
-    "first": [assistant("Yes?"), user("a"), assistant("b"), user("c"), assistant("d")],
-    "in a row": [user("a"), assistant("b"), assistant("c"), user("d"), assistant("e")],
+    "several": [*turn("a", "b b"), *turn("c", " d\n"), *turn("e", "f")],
+    "same": turn("a", "a") * 2,
+    "user ends": [*turn("a", "b"), user("c")],
+    "system": [SYSTEM, *turn("a", "b")],
+    "first": [assistant("Yes?"), *turn("a", "b"), *turn("c", "d")],
+    "in a row": [*turn("a", "b"), assistant("c"), *turn("d", "e")],
     "thoughts": [
-        user("a"),
-        assistant("<think>\nhm\n</think>\n\nb"),
-        user("c"),
-        assistant("<think>\nso\n</think>\n\nd"),
+        *turn("a", "<think>\nhm\n</think>\n\nb"),
+        *turn("c", "<think>\nso\n</think>\n\nd"),
     ],
     "tools": [
-        user("a"),
-        assistant("", tool_calls=CALL),
-        tool("Paris"),
-        assistant("Paris."),
-        user("b"),
-        assistant("c"),
+        *(user("a"), assistant("", tool_calls=CALL), tool("Paris"), assistant("Paris.")),
+        *turn("b", "c"),
     ],
     "thoughts and tools": [
-        user("a"),
-        assistant("<think>\nhm\n</think>\n\n", tool_calls=CALL * 2),
-        tool("Paris"),
-        tool("Rome"),
-        assistant("Paris."),
-        user("b"),
-        assistant("c"),
+        *(user("a"), assistant("<think>\nhm\n</think>\n\n", tool_calls=CALL * 2)),
+        *(tool("Paris"), tool("Rome"), assistant("Paris."), *turn("b", "c")),
     ],
 }
+SAID = [*turn("a", "b"), *turn("c", "d")]
 WITH_TOOLS = {"qwen2.5", "qwen3", "llama"}
 TAKES_ANY_ORDER = {"smollm", "qwen2.5", "qwen3", "llama", "phi"}
 
@@ -89,7 +77,15 @@ def cases() -> list[tuple[str, str]]:
     return found
 
 
-def encode_answers(tokenizer, messages: list[dict], tools: list | None):
+def unmarked(template: str) -> str:
+    return template.replace("⟦", "").replace("⟧", "")
+
+
+def marked(template: str) -> str:
+    return template.replace("⟦", "{%- generation %}").replace("⟧", "{%- endgeneration %}")
+
+
+def encode_answers(tokenizer, messages: list[dict], tools: list | None = None):
     conversation = Conversation(messages_of(messages), tools=tools)
     encoded = encode_conversation(tokenizer, conversation, "answers")
     return encoded.ids, encoded.mask
@@ -103,9 +99,7 @@ def tokenizer():
     return tokenizer
 
 
-def encode(tokenizer, template: str, name: str, marked: bool) -> tuple[list[int], list[bool]]:
-    for mark, tag in (("⟦", "{%- generation %}"), ("⟧", "{%- endgeneration %}")):
-        template = template.replace(mark, tag if marked else "")
+def encode(tokenizer, template: str, name: str) -> tuple[list[int], list[bool]]:
     tokenizer._tokenizer.chat_template = template
     tools = TOOLS if "tools" in name else None
     ids, mask = encode_answers(tokenizer, CONVERSATIONS[name], tools)
@@ -114,10 +108,10 @@ def encode(tokenizer, template: str, name: str, marked: bool) -> tuple[list[int]
 
 @pytest.mark.parametrize(("template", "name"), cases())
 def test_answers_are_those_that_trl_takes(tokenizer, template, name):
-    marked = encode(tokenizer, TEMPLATES[template], name, marked=True)
-    found = encode(tokenizer, TEMPLATES[template], name, marked=False)
+    expected = encode(tokenizer, marked(TEMPLATES[template]), name)
+    found = encode(tokenizer, unmarked(TEMPLATES[template]), name)
     assert any(found[1]) and not all(found[1])
-    assert found == marked
+    assert found == expected
     tools = TOOLS if "tools" in name else None
     conversation = Conversation(messages_of(CONVERSATIONS[name]), tools=tools)
     split = encode_conversation(tokenizer, conversation, "answers", split_special=True)
@@ -125,17 +119,19 @@ def test_answers_are_those_that_trl_takes(tokenizer, template, name):
 
 
 def counted(tokenizer, template: str, name: str) -> str:
-    ids, mask = encode(tokenizer, template, name, marked=False)
+    return decoded(tokenizer, *encode(tokenizer, unmarked(template), name))
+
+
+def decoded(tokenizer, ids: list[int], mask: list[bool]) -> str:
     return tokenizer.decode([each for each, counts in zip(ids, mask, strict=True) if counts])
 
 
 def test_each_answer_counts_with_its_end(tokenizer):
     text = counted(tokenizer, QWEN, "several")
     assert text == "b b<|im_end|>\n d\n<|im_end|>\nf<|im_end|>\n"
-    call = (
-        '<tool_call>\n{"name": "capital", "arguments": {"of": "France"}}\n</tool_call><|im_end|>\n'
-    )
-    assert counted(tokenizer, QWEN, "tools") == call + "Paris.<|im_end|>\nc<|im_end|>\n"
+    call = '<tool_call>\n{"name": "capital", "arguments": {"of": "France"}}\n</tool_call>'
+    said = call + "<|im_end|>\nParis.<|im_end|>\nc<|im_end|>\n"
+    assert counted(tokenizer, QWEN, "tools") == said
     assert counted(tokenizer, PHI, "same") == "a<|end|>\na<|end|>\n<|endoftext|>"
     text = "b<|im_end|>\n<think>\nso\n</think>\n\nd<|im_end|>\n"
     assert counted(tokenizer, QWEN3, "thoughts") == text
@@ -150,37 +146,27 @@ UNMARKED = (
 @pytest.mark.parametrize(
     ("template", "messages", "named"),
     [
+        (REVERSED, turn("ab", "cd") * 2, "leaves out the content of message 1"),
         (
-            REVERSED,
-            [user("ab"), assistant("cd"), user("ab"), assistant("cd")],
-            "leaves out the content of message 1",
-        ),
-        (
-            CHATML,
-            [user("a"), assistant("b<|im_end|>\nb"), user("c"), assistant("d")],
+            *(CHATML, [*turn("a", "b<|im_end|>\nb"), *turn("c", "d")]),
             "the end token <.im_end.> in it",
         ),
-        (
-            UNMARKED,
-            [user("a"), assistant("b"), user("c"), assistant("d")],
-            "message 2 begins and ends: take `loss_on` all",
-        ),
+        (UNMARKED, SAID, "message 2 begins and ends: take `loss_on` all"),
     ],
 )
 def test_answers_that_cannot_be_told_are_refused(tokenizer, template, messages, named):
-    tokenizer._tokenizer.chat_template = template.replace("⟦", "").replace("⟧", "")
+    tokenizer._tokenizer.chat_template = unmarked(template)
     with pytest.raises(MespError, match=named):
-        encode_answers(tokenizer, messages, None)
+        encode_answers(tokenizer, messages)
 
 
 def test_the_demo_model_takes_conversations():
     tokenizer = load_tokenizer(DEMO_MODEL)
-    ids, mask = encode_answers(tokenizer, CONVERSATIONS["several"], None)
-    text = tokenizer.decode([each for each, counts in zip(ids, mask, strict=True) if counts])
+    text = decoded(tokenizer, *encode_answers(tokenizer, CONVERSATIONS["several"]))
     assert text == " b b<|endoftext|>\n  d\n<|endoftext|>\n f<|endoftext|>\n"
 
 
-PLAIN = CHATML.replace("⟦", "").replace("⟧", "")
+PLAIN = unmarked(CHATML)
 WEATHER = [{"type": "function", "function": {"name": "weather", "arguments": {"day": 3}}}]
 
 
@@ -262,7 +248,7 @@ THOUGHTS_TAKEN_OUT = PLAIN.replace(
 @pytest.mark.parametrize(
     ("template", "messages", "named"),
     [
-        (ROLES_LEFT_OUT, [{"role": "system", "content": "a"}, user("b"), assistant("c")], "system"),
+        (ROLES_LEFT_OUT, [SYSTEM, *turn("b", "c")], "system"),
         (PLAIN, [user("a"), assistant("b", tool_calls=CALL)], "leaves out the tool call"),
         (CALLS_BY_NAME, [user("a"), assistant("b", tool_calls=CALL)], "leaves out the arguments"),
         (CALLS_BY_NAME, [user("a"), assistant("b", tool_calls=WEATHER)], "leaves out 3"),
@@ -283,10 +269,10 @@ def test_what_a_template_leaves_out_is_refused(tokenizer, template, messages, na
 
 
 def test_tools_that_a_template_leaves_out_are_refused(tokenizer):
-    record = {"messages": [user("a"), assistant("b")], "tools": TOOLS}
+    record = {"messages": turn("a", "b"), "tools": TOOLS}
     with pytest.raises(MespError, match=r"leaves out the tools, such as .capital"):
         encoded(tokenizer, PLAIN, record)
-    assert encoded(tokenizer, QWEN.replace("⟦", "").replace("⟧", ""), record).mask.any()
+    assert encoded(tokenizer, unmarked(QWEN), record).mask.any()
 
 
 IN_PYTHON = CALLS_BY_NAME.replace(
@@ -309,8 +295,7 @@ def test_answers_with_weight_0_are_not_trained(tokenizer):
 
 
 def test_answers_before_the_completion_are_not_trained(tokenizer):
-    said = [user("a"), assistant("b"), user("c"), assistant("d")]
-    assert trained(tokenizer, PLAIN, *said, prompt=3) == ["d<|im_end|>\n"]
+    assert trained(tokenizer, PLAIN, *SAID, prompt=3) == ["d<|im_end|>\n"]
 
 
 def test_an_answer_that_the_template_does_not_end_gets_an_end(tokenizer):
@@ -318,19 +303,21 @@ def test_an_answer_that_the_template_does_not_end_gets_an_end(tokenizer):
         "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content + '\\n' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
     )
-    record = {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}
-    found = trained(tokenizer, template, *record["messages"])
+    found = trained(tokenizer, template, *SAID)
     assert [each.strip() for each in found] == ["b\n<|endoftext|>", "d\n<|endoftext|>"]
-    notes = encoded(tokenizer, template, record).notes
+    notes = encoded(tokenizer, template, {"messages": SAID}).notes
     assert "does not end: <|endoftext|> was put after each" in notes[0]
 
 
+ENDS_APART = marked(
+    CHATML.replace(
+        "⟦{{- m.content + '<|im_end|>\\n' }}⟧", "⟦{{- m.content }}⟧{{- '<|im_end|>\\n' }}"
+    )
+)
+
+
 def test_marks_that_leave_the_end_out_take_it_in(tokenizer):
-    template = CHATML.replace("⟦{{- m.content + '<|im_end|>\\n' }}⟧", "⟦{{- m.content }}⟧{{- E }}")
-    template = template.replace("E }}", "'<|im_end|>\\n' }}")
-    template = template.replace("⟦", "{%- generation %}").replace("⟧", "{%- endgeneration %}")
-    said = [user("a"), assistant("b"), user("c"), assistant("d")]
-    assert trained(tokenizer, template, *said) == ["b<|im_end|>", "d<|im_end|>"]
+    assert trained(tokenizer, ENDS_APART, *SAID) == ["b<|im_end|>", "d<|im_end|>"]
 
 
 MARKED = CHATML.replace(
@@ -350,10 +337,7 @@ def test_marked_answers_that_touch_are_two(tokenizer):
 
 
 def test_a_marked_answer_ends_with_all_of_its_last_character(tokenizer):
-    template = CHATML.replace("⟦{{- m.content + '<|im_end|>\\n' }}⟧", "⟦{{- m.content }}⟧{{- E }}")
-    template = template.replace("E }}", "'<|im_end|>\\n' }}")
-    template = template.replace("⟦", "{%- generation %}").replace("⟧", "{%- endgeneration %}")
-    assert trained(tokenizer, template, user("a"), assistant("。")) == ["。<|im_end|>"]
+    assert trained(tokenizer, ENDS_APART, *turn("a", "。")) == ["。<|im_end|>"]
 
 
 def test_a_marked_answer_in_two_pieces_is_refused(tokenizer):
@@ -378,9 +362,8 @@ def test_a_marked_answer_in_two_pieces_is_refused(tokenizer):
 def test_an_answer_may_begin_as_the_template_asks_on(tokenizer, answer):
     template = PLAIN.replace("'<|im_start|>assistant\\n' }}{%- endif %}", "ASKS }}{%- endif %}")
     template = template.replace("ASKS", "'<|im_start|>assistant\\n<think>\\n'")
-    found = encoded(tokenizer, template, {"messages": [user("a"), assistant(answer)]})
-    text = tokenizer.decode([i for i, counts in zip(found.ids, found.mask, strict=True) if counts])
-    assert text == f"{answer}<|im_end|>\n"
+    found = encoded(tokenizer, template, {"messages": turn("a", answer)})
+    assert decoded(tokenizer, found.ids, found.mask) == f"{answer}<|im_end|>\n"
     assert "Answers that begin without '<think>" in found.notes[0]
 
 
@@ -391,21 +374,17 @@ def test_an_unclosed_thought_is_trained(tokenizer):
         "{{- m.content if '<think>' in m.content else '<think></think>' + m.content }}{{- '' +",
     )
     assert template != PLAIN
-    said = [user("a"), assistant("<think>b"), user("c"), assistant("d")]
-    assert trained(tokenizer, template, *said) == [
-        "<think>b<|im_end|>\n",
-        "<think></think>d<|im_end|>\n",
-    ]
+    found = trained(tokenizer, template, *turn("a", "<think>b"), *turn("c", "d"))
+    assert found == ["<think>b<|im_end|>\n", "<think></think>d<|im_end|>\n"]
 
 
 def test_an_end_token_within_an_answer_is_refused(tokenizer):
     with pytest.raises(MespError, match=r"the end token <.im_end.> in it"):
-        encoded(tokenizer, PLAIN, {"messages": [user("a"), assistant("b<|im_end|>c")]})
+        encoded(tokenizer, PLAIN, {"messages": turn("a", "b<|im_end|>c")})
 
 
 def test_a_conversation_begins_once(tokenizer):
-    template = LLAMA.replace("⟦", "").replace("⟧", "")
-    found = encoded(tokenizer, template, {"messages": [user("a"), assistant("b")]})
+    found = encoded(tokenizer, unmarked(LLAMA), {"messages": turn("a", "b")})
     assert found.ids.count(tokenizer.bos_token_id) == 1
 
 
@@ -417,16 +396,16 @@ WANTS_A_QUESTION = PLAIN.replace(
 )
 
 
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be."}]])
+@pytest.mark.parametrize("system", [[], [SYSTEM]])
 def test_a_conversation_may_begin_with_an_answer_where_templates_want_a_question(tokenizer, system):
-    said = [*system, assistant("Yes?"), user("a"), assistant("b")]
+    said = [*system, assistant("Yes?"), *turn("a", "b")]
     found = trained(tokenizer, WANTS_A_QUESTION, *said)
     assert found == ["Yes?<|im_end|>\n", "b<|im_end|>\n"]
 
 
 def test_options_of_the_template_are_taken(tokenizer):
     template = "{%- if shout %}{{- '<|im_start|>!' }}{%- endif %}" + PLAIN
-    record = {"messages": [user("a"), assistant("b")], "chat_template_kwargs": {"shout": True}}
+    record = {"messages": turn("a", "b"), "chat_template_kwargs": {"shout": True}}
     assert tokenizer.decode(encoded(tokenizer, template, record).ids).startswith("<|im_start|>!")
 
 
@@ -438,7 +417,7 @@ CHANGES_ITS_MIND = PLAIN.replace(
 
 @pytest.mark.parametrize("others", [{"loss_on": "last"}, {"prompt": 2}])
 def test_a_prompt_that_is_not_how_the_model_is_asked_is_refused(tokenizer, others):
-    said = [user("a"), assistant("b"), assistant("c")]
+    said = [*turn("a", "b"), assistant("c")]
     with pytest.raises(MespError, match="the prompt for the answer in message 3 is not the"):
         trained(tokenizer, CHANGES_ITS_MIND, *said, **others)
     assert len(trained(tokenizer, CHANGES_ITS_MIND, *said)) == 2
@@ -447,11 +426,10 @@ def test_a_prompt_that_is_not_how_the_model_is_asked_is_refused(tokenizer, other
 def test_a_string_may_be_answered_by_messages(tokenizer):
     record = {"prompt": "a", "completion": [assistant("b")], "chat_template_kwargs": {}}
     found = read_record("A record", record)
-    assert not found.texts
-    assert found.messages == [user("a"), assistant("b")]
+    assert not found.texts and found.messages == turn("a", "b")
     tokenizer._tokenizer.chat_template = PLAIN
     ids = encode_conversation(tokenizer, found, "answers").ids
-    assert ids == encoded(tokenizer, PLAIN, {"messages": [user("a"), assistant("b")]}).ids
+    assert ids == encoded(tokenizer, PLAIN, {"messages": turn("a", "b")}).ids
 
 
 @pytest.mark.parametrize("ends", ["", " ", "\n", "ab"])
@@ -475,8 +453,7 @@ REPEATS = PLAIN.replace(
 
 
 def test_a_template_may_repeat_a_text(tokenizer):
-    said = [user("a"), assistant("a"), user("a"), assistant("b"), user("b"), assistant("b")]
-    found = trained(tokenizer, REPEATS, *said)
+    found = trained(tokenizer, REPEATS, *turn("a", "a"), *turn("a", "b"), *turn("b", "b"))
     assert found == ["a<|im_end|>\n", "b<|im_end|>\n", "b<|im_end|>\n"]
 
 
@@ -487,7 +464,7 @@ def test_an_answer_that_the_template_ends_with_its_question_is_refused(tokenizer
     )
     assert template != PLAIN
     with pytest.raises(MespError, match="does not tell where the answer in message 2"):
-        trained(tokenizer, template, user("a"), assistant("b"))
+        trained(tokenizer, template, *turn("a", "b"))
 
 
 def test_a_token_that_takes_white_space_is_of_no_answer(tokenizer):
@@ -500,9 +477,7 @@ def test_a_token_that_takes_white_space_is_of_no_answer(tokenizer):
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|ask|>\n{% endif %}"
     )
     for said in ("Paris", "\nParis"):
-        ids, mask = encode_answers(own, [user("q"), assistant(said)], None)
-        trained = [each for each, counts in zip(ids, mask, strict=True) if counts]
-        assert own.decode(trained) == "Paris<|im_end|>\n"
+        assert decoded(own, *encode_answers(own, turn("q", said))) == "Paris<|im_end|>\n"
 
 
 def test_a_token_that_begins_the_next_question_ends_no_answer(tokenizer):
@@ -510,15 +485,13 @@ def test_a_token_that_begins_the_next_question_ends_no_answer(tokenizer):
         "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|assistant|>"
         "{% else %}{{ m.content }}{{ eos_token if loop.last }}{% endif %}{% endfor %}"
     )
-    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
-    ids, mask = encode_answers(tokenizer, messages, None)
-    trained = [each for each, counts in zip(ids, mask, strict=True) if counts]
-    assert tokenizer.decode(trained) == f"b{tokenizer.eos_token}d{tokenizer.eos_token}"
+    text = decoded(tokenizer, *encode_answers(tokenizer, SAID))
+    assert text == f"b{tokenizer.eos_token}d{tokenizer.eos_token}"
 
 
 @pytest.mark.parametrize("name", ["user", "use", "Mk", "f"])
 def test_a_tool_is_not_seen_in_words_of_the_template(tokenizer, name):
-    tokenizer._tokenizer.chat_template = CHATML.replace("⟦", "").replace("⟧", "")
+    tokenizer._tokenizer.chat_template = PLAIN
     tools = [{"type": "function", "function": {"name": name}}]
     with pytest.raises(MespError, match="leaves out the tools"):
-        encode_answers(tokenizer, [user("a"), assistant("b")], tools)
+        encode_answers(tokenizer, turn("a", "b"), tools)

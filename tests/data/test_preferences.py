@@ -97,45 +97,35 @@ def test_without_a_template_strings_are_joined(tokenizer, tmp_path):
         assert one.tokens.tolist() == joined.tokens.tolist() != other.tokens.tolist()
 
 
+CONVERSATION = {"prompt": ASK, "chosen": FOX, "rejected": DOG}
+TEXTS = {"chosen": "The dog is", "rejected": "The dog minds"}
 MISUSES = {
-    "template": ([PAIR], {"chat": True}, False, "has no chat template: leave out `chat`"),
+    "template": (PAIR, True, False, "has no chat template: leave out `chat`"),
     "messages": (
-        [{"prompt": ASK, "chosen": FOX, "rejected": DOG}],
-        {"chat": False},
-        True,
+        *(CONVERSATION, False, True),
         "has messages, which go through the chat template: leave out `chat=False`",
     ),
-    "messages without": (
-        [{"prompt": ASK, "chosen": FOX, "rejected": DOG}],
-        {},
-        False,
-        "no chat template, which its messages need",
-    ),
+    "messages without": (CONVERSATION, None, False, "no chat template, which its messages need"),
     "no prompt": (
-        [{"chosen": "The dog is", "rejected": "The dog minds"}],
-        {"chat": True},
-        True,
+        *(TEXTS, True, True),
         "Line 1 of .* it has no prompt, which the chat template needs",
     ),
-    "text": ([{"text": "The dog"}], {"chat": True}, True, "has text, which has no prompts"),
+    "text": ({"text": "The dog"}, True, True, "has text, which has no prompts"),
 }
 
 
 @pytest.mark.parametrize("case", MISUSES)
 def test_a_template_that_cannot_be_used_is_said_in_a_sentence(tmp_path, case):
-    records, options, has_template, reason = MISUSES[case]
+    record, chat, has_template, reason = MISUSES[case]
     own = load_tokenizer(DEMO_MODEL)
     if not has_template:
         own.has_chat_template, own.chat_template = False, None
     with pytest.raises(MespError, match=reason):
-        load(tmp_path, records * 2, own, **options)
+        load(tmp_path, [record] * 2, own, chat=chat)
 
 
 def test_messages_go_through_the_template(tokenizer, tmp_path):
-    records = [
-        {"prompt": ASK, "chosen": FOX, "rejected": DOG},
-        {"chosen": ASK + FOX, "rejected": ASK + DOG},
-    ]
+    records = [CONVERSATION, {"chosen": ASK + FOX, "rejected": ASK + DOG}]
     explicit, implicit = (
         rows(load(tmp_path, [record] * 2, tokenizer)["train"]) for record in records
     )
@@ -148,9 +138,8 @@ def test_messages_go_through_the_template(tokenizer, tmp_path):
 
 def test_a_pair_of_texts_without_a_prompt_begins_alike(tokenizer, tmp_path):
     whole = {"chosen": "The dog is lazy.", "rejected": "The dog jumps over the fox."}
-    assert rows(load(tmp_path, [whole] * 2, tokenizer)["train"]) == rows(
-        load(tmp_path, [PAIR] * 2, tokenizer, chat=False)["train"]
-    )
+    found = rows(load(tmp_path, [whole] * 2, tokenizer)["train"])
+    assert found == rows(load(tmp_path, [PAIR] * 2, tokenizer, chat=False)["train"])
 
 
 def test_a_long_answer_is_cut(tokenizer, tmp_path, caplog):
@@ -160,15 +149,12 @@ def test_a_long_answer_is_cut(tokenizer, tmp_path, caplog):
     assert "longer than 17 tokens were cut: 1 in train" in caplog.text
 
 
-CONVERSATION = {"prompt": ASK, "chosen": FOX, "rejected": DOG}
+EMPTY = [{"role": "assistant", "content": ""}]
 BAD_RECORDS = {
     "equal": (PAIR | {"rejected": PAIR["chosen"]}, "chosen and a rejected answer that are equal"),
     "empty": (PAIR | {"chosen": " "}, "an empty answer"),
     "empty list": (CONVERSATION | {"chosen": []}, "an empty answer"),
-    "empty message": (
-        CONVERSATION | {"rejected": [{"role": "assistant", "content": ""}]},
-        "an empty answer",
-    ),
+    "empty message": (CONVERSATION | {"rejected": EMPTY}, "an empty answer"),
     "no prompt": (PAIR | {"prompt": ""}, "has no prompt"),
     "nothing alike": ({"chosen": "a", "rejected": "b"}, "has no prompt"),
     "long prompt": (PAIR | {"prompt": "The dog" * 99}, "leaves no room for an answer in 65"),
@@ -209,25 +195,16 @@ def bundle(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "minds"]
 
     def text(low: int, high: int) -> str:
-        return "".join(
-            f" {word}" for word in generator.choice(words, generator.integers(low, high))
-        )
+        chosen = generator.choice(words, generator.integers(low, high))
+        return "".join(f" {word}" for word in chosen)
 
     records = [
         {"prompt": text(2, 6)[1:], "chosen": text(2, 8), "rejected": text(2, 8)} for _ in range(30)
     ]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
     size = ("--seq-len", SEQ_LEN, "--rank", RANK)
-    call(
-        "export",
-        "--model",
-        tiny,
-        "--data",
-        folder / "pairs.jsonl",
-        *size,
-        "--out",
-        folder / "tiny.mesp",
-    )
+    files = ("--data", folder / "pairs.jsonl", "--out", folder / "tiny.mesp")
+    call("export", "--model", tiny, *files, *size)
     return folder / "tiny.mesp"
 
 
@@ -337,15 +314,6 @@ def test_a_run_takes_up_its_references_again(bundle, tmp_path):
     call("train", "--resume", "--out", parts, "--steps", 6)
     assert RunLog.load(parts).losses == RunLog.load(whole).losses
     # The reference is the model with the initial adapters, so the loss of the first step is log 2.
-    call(
-        "train",
-        bundle,
-        *options,
-        "--adapters",
-        whole / "adapters",
-        "--steps",
-        1,
-        "--out",
-        tmp_path / "again",
-    )
+    start = ("--adapters", whole / "adapters", "--steps", 1)
+    call("train", bundle, *options, *start, "--out", tmp_path / "again")
     assert RunLog.load(tmp_path / "again").losses == pytest.approx([np.log(2)], rel=1e-5)

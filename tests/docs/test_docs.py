@@ -64,14 +64,6 @@ def test_links_lead_somewhere(page: Path):
 
 
 @each_page
-def test_lines_are_of_at_most_100_characters(page: Path):
-    lines = [line for line in split(page)[1] if not line.startswith("|")]
-    assert [
-        line for line in lines if len(re.sub(r"\]\([^)]*\)|https?://\S+", "]", line)) > 100
-    ] == []
-
-
-@each_page
 def test_targets_of_make_exist(page: Path):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = set(re.findall(r"\bmake ([a-z][\w-]*)", "\n".join(code(page))))
@@ -190,11 +182,6 @@ def test_performance_compares_every_figure_of_the_paper():
 
     stated = set(re.findall(r"\d+(?:\.\d+)?", section))
     assert [number for number in numbers(paper) if str(number) not in stated] == []
-
-
-def test_the_first_page_is_short():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.split()) <= 800
 
 
 def test_the_first_page_has_the_code_of_the_librarys_page():

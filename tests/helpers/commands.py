@@ -10,6 +10,8 @@ from pathlib import Path
 import click
 from click.testing import CliRunner
 
+from helpers.paths import ROOT
+
 
 def command(module: str, *arguments: object) -> list[str]:
     program = f"from mesp.commands.{module} import main; main(prog_name='mesp-{module}')"
@@ -53,6 +55,11 @@ def without_privileges() -> None:
     if os.geteuid() == 0:
         for capability in (1, 2, 24):
             ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+def run_tool(name: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    line = [sys.executable, ROOT / "tools" / name, *map(str, arguments)]
+    return subprocess.run(line, env=os.environ | environment, capture_output=True, text=True)
 
 
 def invoke(

@@ -103,19 +103,16 @@ def end(reason, step):
     write("end", reason=reason, step=step, seconds=0.5 * step, footprint_peak_bytes=45_600_000)
 
 
+FIGURES = {"seconds": 0.5, "forward_seconds": 0.1, "loss_seconds": 0.1, "backward_seconds": 0.3}
+FIGURES |= {"footprint_bytes": 30_000_000, "footprint_peak_bytes": 45_000_000}
+FIGURES |= {"mlx_active_bytes": 1, "mlx_peak_bytes": 2, "mlx_cache_bytes": 3}
+FIGURES |= {"grad_norm": None, "thermal_state": "nominal"}
 model = {"name": "demo", "id": "mesp/demo", "layers": 4}
 if resume:
     write("event", event="resumed", message=f"after step {saved['step']}")
 else:
-    write(
-        "start",
-        version="0",
-        mlx_version="0.32.4",
-        device="cpu",
-        host="test",
-        model=model,
-        settings=settings,
-    )
+    machine = {"version": "0", "mlx_version": "0.32.4", "device": "cpu", "host": "test"}
+    write("start", **machine, model=model, settings=settings)
     kept = {"kept_blocks": 6} if how == "kept" else {}
     write("plan", predicted_peak_bytes=45_200_000, least_peak_bytes=40_000_000, **kept)
     evaluate(0, 4.5)
@@ -127,25 +124,9 @@ while step < settings["steps"] and not stopped:
     if how in ("slow", "deaf"):
         time.sleep(0.02)
     step += 1
-    write(
-        "step",
-        step=step,
-        loss=4.0 - 0.01 * step,
-        seconds=0.5,
-        tokens=settings["seq_len"] // 4,
-        input_tokens=settings["seq_len"],
-        learning_rate=settings["learning_rate"],
-        footprint_bytes=30_000_000,
-        footprint_peak_bytes=45_000_000,
-        mlx_active_bytes=1,
-        mlx_peak_bytes=2,
-        mlx_cache_bytes=3,
-        forward_seconds=0.1,
-        loss_seconds=0.1,
-        backward_seconds=0.3,
-        grad_norm=None,
-        thermal_state="nominal",
-    )
+    tokens = {"tokens": settings["seq_len"] // 4, "input_tokens": settings["seq_len"]}
+    loss, rate = 4.0 - 0.01 * step, settings["learning_rate"]
+    write("step", step=step, loss=loss, **tokens, learning_rate=rate, **FIGURES)
     if settings["save_every"] and step % settings["save_every"] == 0:
         save(step)
     if step == 3 and how == "crash":

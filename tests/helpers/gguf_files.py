@@ -11,7 +11,14 @@ import mlx.core as mx
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from helpers.models import EXPERT_MATRICES, FAMILIES, TEXT, TINY, write_tokenizer
+from helpers.models import (
+    EXPERT_MATRICES,
+    FAMILIES,
+    TEXT,
+    TINY,
+    random_tensors,
+    write_tokenizer,
+)
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
 from mesp.models.tensor_names import CONVOLUTIONS
@@ -77,19 +84,20 @@ def q8_0(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
 def write_gguf(
     path: Path,
     model: str,
-    tensors: dict[str, mx.array],
+    tensors: dict[str, mx.array] | None = None,
     encode: Encode = q8_0,
     vocabulary: str = "gpt-2",
     without: Sequence[str] = (),
     changed: Mapping[str, gguf.GGUFValue] | None = None,
 ) -> Path:
-    """`encode` encodes each matrix except convolutions.
+    """By default the tensors are random. `encode` encodes each matrix except convolutions.
 
     `vocabulary` is ``numbers``, ``pieces`` for SentencePiece's pieces, or the name of a
     pre-tokenizer for byte-level BPE. Metadata keys in `without` are left out. Those in `changed`
     get the given values.
     """
     name, said = MODELS[model]
+    tensors = random_tensors(said) if tensors is None else tensors
     config = complete(said)
     writer = gguf.GGUFWriter(path, name)
     _write_keys(writer, name, config)

@@ -44,11 +44,26 @@ _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 _COMMON = {**TINY, **_HEADS, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 320}
 _COMMON |= {"max_position_embeddings": 512, "num_hidden_layers": 2}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _GEMMA = {**_COMMON, "head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA |= {"query_pre_attn_scalar": 24, "sliding_window": 5}
+_GEMMA3 = {**_GEMMA, "sliding_window_pattern": 2, "rope_local_base_freq": 100.0}
+_GRANITE = {**_COMMON, "head_dim": None, "embedding_multiplier": 2.0, "attention_multiplier": 0.1}
+_GRANITE |= {"residual_multiplier": 0.5, "logits_scaling": 1.5, "attention_bias": False}
+_GRANITE4 = {**_GRANITE, "model_type": "granitemoehybrid", "num_local_experts": 0}
+_GRANITE4 |= {"shared_intermediate_size": 128}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 24}
+_MAMBA |= {"mamba_d_conv": 4, "mamba_conv_bias": True, "mamba_proj_bias": False}
+_LFM2 = {**_COMMON, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3}
 # The short and the long factors are equal, because mlx-lm always uses the long ones.
 _FACTORS = [1, 1.1, 1.5, 2, 3, 4]
 _LONG = {"type": "longrope", "short_factor": _FACTORS, "long_factor": _FACTORS}
+_SLIDING = {"rope_type": "default", "rope_theta": 100.0}
+
+
+def _full(kind: str, theta: float, share: float) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": theta, "partial_rotary_factor": share}
+
 
 FAMILIES = {
     "qwen2": {**TINY, "num_hidden_layers": 2},
@@ -67,29 +82,17 @@ FAMILIES = {
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     },
     "smollm3": {**_COMMON, "model_type": "smollm3", "no_rope_layers": [1, 0]},
-    "mistral": {
-        **_COMMON,
-        "model_type": "mistral",
-        "sliding_window": 5,
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    },
+    "mistral": {**_COMMON, "model_type": "mistral", "sliding_window": 5, "rope_scaling": _YARN},
     "gemma2": {
         **_GEMMA,
         "model_type": "gemma2",
         "attn_logit_softcapping": 3.0,
         "final_logit_softcapping": 2.0,
     },
-    "gemma3_text": {
-        **_GEMMA,
-        "model_type": "gemma3_text",
-        "sliding_window_pattern": 2,
-        "rope_local_base_freq": 100.0,
-    },
+    "gemma3_text": {**_GEMMA3, "model_type": "gemma3_text"},
     "gemma3": {
-        **_GEMMA,
+        **_GEMMA3,
         "model_type": "gemma3",
-        "sliding_window_pattern": 2,
-        "rope_local_base_freq": 100.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "gemma4": {
@@ -108,60 +111,22 @@ FAMILIES = {
         "use_double_wide_mlp": True,
         "final_logit_softcapping": 2.0,
         "rope_parameters": {
-            "full_attention": {
-                "rope_type": "proportional",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.25,
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": _full("proportional", 1e4, 0.25),
+            "sliding_attention": _SLIDING,
         },
     },
-    "granite": {
-        **_COMMON,
-        "model_type": "granite",
-        "head_dim": None,
-        "embedding_multiplier": 2.0,
-        "attention_multiplier": 0.1,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 1.5,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
+    "granite": {**_GRANITE, "model_type": "granite", "mlp_bias": False},
     "granitemoehybrid": {
-        **_COMMON,
-        "model_type": "granitemoehybrid",
-        "head_dim": None,
+        **_GRANITE4,
         "layer_types": ["attention"] * 2,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 128,
         "position_embedding_type": "rope",
-        "embedding_multiplier": 2.0,
-        "attention_multiplier": 0.1,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 1.5,
-        "attention_bias": False,
     },
     "granite-mamba": {
-        **_COMMON,
-        "model_type": "granitemoehybrid",
-        "head_dim": None,
+        **_GRANITE4,
+        **_MAMBA,
         "rms_norm_eps": 1e-3,
         "layer_types": ["mamba", "attention"],
-        "num_local_experts": 0,
-        "shared_intermediate_size": 128,
         "position_embedding_type": "nope",
-        "embedding_multiplier": 2.0,
-        "attention_multiplier": 0.1,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 1.5,
-        "attention_bias": False,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 24,
-        "mamba_d_conv": 4,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
     },
     "minicpm": {
         **_COMMON,
@@ -191,12 +156,7 @@ FAMILIES = {
         "rms_norm_eps": 1e-2,
         "head_dim": 32,
         "full_attention_interval": 2,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [3, 3, 2],
-        },
+        "rope_parameters": _full("default", 1e4, 0.5) | {"mrope_section": [3, 3, 2]},
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
@@ -204,11 +164,8 @@ FAMILIES = {
         "tie_word_embeddings": False,
     },
     "lfm2": {
-        **_COMMON,
+        **_LFM2,
         "model_type": "lfm2",
-        "norm_eps": 1e-5,
-        "conv_bias": False,
-        "conv_L_cache": 3,
         "block_dim": 64,
         "block_ff_dim": 192,
         "block_multiple_of": 32,
@@ -217,11 +174,8 @@ FAMILIES = {
         "full_attn_idxs": [1],
     },
     "lfm2_moe": {
-        **_COMMON,
+        **_LFM2,
         "model_type": "lfm2_moe",
-        "norm_eps": 1e-5,
-        "conv_bias": False,
-        "conv_L_cache": 3,
         "layer_types": ["conv", "full_attention"],
         "num_dense_layers": 1,
         "num_experts": 6,
@@ -244,22 +198,16 @@ FAMILIES = {
         "tie_word_embeddings": False,
     },
     "lfm3": {
-        **_COMMON,
+        **_LFM2,
         "model_type": "lfm3",
         "num_hidden_layers": 3,
         "layer_types": ["conv", "sliding_attention", "full_attention"],
-        "norm_eps": 1e-5,
         "rms_norm_eps": 1e-5,  # transformers' other name
-        "conv_bias": False,
         "conv_L_cache": 7,
         "sliding_window": 5,
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            "full_attention": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-            },
+            "sliding_attention": _SLIDING,
+            "full_attention": _full("default", 1e4, 0.5),
         },
     },
     "phi3": {
@@ -422,27 +370,27 @@ def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[st
 def write_mixed_model(folder: Path, config: dict, recipe: str = "mixed_4_6") -> Path:
     from mlx_lm.convert import mixed_quant_predicate_builder
 
-    model = mlx_lm_model(config)
-    predicate = mixed_quant_predicate_builder(recipe, model)
+    predicate = mixed_quant_predicate_builder(recipe, mlx_lm_model(config))
 
     def quantization(path: str, module: nn.Module) -> dict:
         return predicate(path, module) | ({"bits": 8} if path == "lm_head" else {})
 
-    return _write_quantized(folder, model, config, quantization)
+    return _write_quantized(folder, config, quantization)
 
 
 def write_model_in_5_bits(folder: Path, config: dict) -> Path:
     def quantization(path: str, module: nn.Module) -> dict:
         return {"bits": 6 if path.endswith("embed_tokens") else 5, "group_size": 32}
 
-    return _write_quantized(folder, mlx_lm_model(config), config, quantization)
+    return _write_quantized(folder, config, quantization)
 
 
 def _write_quantized(
-    folder: Path, model: nn.Module, config: dict, quantization: Callable[[str, nn.Module], dict]
+    folder: Path, config: dict, quantization: Callable[[str, nn.Module], dict]
 ) -> Path:
     from mlx_lm.utils import quantize_model
 
+    model = mlx_lm_model(config)
     model, config = quantize_model(model, config, None, None, quant_predicate=quantization)
     return write_model(folder, config, dict(tree_flatten(model.parameters())))
 
@@ -457,10 +405,11 @@ def mlx_lm_model(
         weights = model.sanitize(weights)
     model.load_weights(list(weights.items()))
     if quantization:
-        nn.quantize(
-            model,
-            class_predicate=lambda path, module: quantizable(module) and asdict(quantization(path)),
-        )
+
+        def choose(path: str, module: nn.Module) -> bool | dict:
+            return hasattr(module, "to_quantized") and asdict(quantization(path))
+
+        nn.quantize(model, class_predicate=choose)
     return model
 
 
@@ -532,10 +481,6 @@ def dequantize_once(patch: pytest.MonkeyPatch) -> None:
         return known[id(packed)][1]
 
     patch.setattr(mx, "dequantize", remembered)
-
-
-def quantizable(module: nn.Module) -> bool:
-    return hasattr(module, "to_quantized")
 
 
 def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> None:

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,6 +18,7 @@ from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.engine.process import generate
 from mesp.models.architecture import Architecture
+from mesp.runs.log import RunLog
 
 pytestmark = pytest.mark.slow
 SEQ_LEN = 24
@@ -59,8 +59,7 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(
     options += ("--learning-rate", 0.05 if trained is None else 0.5)
     options += () if trained is None else ("--projections", trained)
     call("train", bundle, "--out", output, *options)
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    before, after = (line["loss"] for line in lines if line["type"] == "eval")
+    before, after = RunLog.load(output).held_out
     assert after < before - 0.1
 
     quantized = source
@@ -102,18 +101,15 @@ def test_steps_on_experts_are_those_of_mlx_lm(family: str, tmp_path: Path):
     options = ("--steps", steps, "--optimizer", "sgd", "--learning-rate", rate)
     options += ("--val-batches", 0, "--projections", ",".join(arch.trainable))
     call("train", bundle, "--out", tmp_path / "run", *options)
-    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    found = [record["loss"] for record in records if record["type"] == "step"]
-
+    found = RunLog.load(tmp_path / "run").losses
     model = opened.to_mlx_lm()
     model.set_dtype(mx.float32)
     names = [*arch.modules, *(name for block in arch.kinds for name in block.stacked())]
     lora = {"rank": rank, "scale": 16 / rank, "dropout": 0.0, "keys": names}
     linear_to_lora_layers(model, arch.num_hidden_layers, lora)
     start = {}
-    for i, (flat, block) in enumerate(
-        zip(reference.init_lora(arch, rank, 0), arch.blocks, strict=True)
-    ):
+    pairs = zip(reference.init_lora(arch, rank, 0), arch.blocks, strict=True)
+    for i, (flat, block) in enumerate(pairs):
         for name, (a, b) in reference.unpack_lora(flat, block).items():
             path = f"{arch.mlx_prefix}.layers.{i}.{name}"
             turn = (lambda m: m.swapaxes(1, 2)) if a.ndim == 3 else (lambda m: m)
@@ -153,22 +149,19 @@ def test_a_fused_module_is_trained_alone(tmp_path: Path):
     text.write_text(TEXT)
     source = write("phi3", tmp_path / "model")
     options = ("--data", text, "--seq-len", SEQ_LEN, "--rank", 4)
-    assert run("export", "--model", source, "--out", bundle, *options).returncode == 0
+    call("export", "--model", source, "--out", bundle, *options)
     options = ("--steps", 5, "--optimizer", "sgd", "--learning-rate", 0.05, "--projections", "qkv")
     call("train", bundle, "--out", tmp_path / "first", *options)
     adapters = tmp_path / "first" / "adapters"
-    names = mx.load(str(adapters / "adapters.safetensors"))
-    assert {name.split(".", 3)[3] for name in names} == {
-        f"self_attn.qkv_proj.lora_{matrix}" for matrix in "ab"
-    }
+    names = {name.split(".", 3)[3] for name in mx.load(str(adapters / "adapters.safetensors"))}
+    assert names == {f"self_attn.qkv_proj.lora_{matrix}" for matrix in "ab"}
     model = Bundle(bundle).to_mlx_lm()
     load_adapters(model, str(adapters))
     model.eval()
     held_out = (model, Bundle(bundle), SEQ_LEN, VAL_BATCHES)
     options += ("--adapters", adapters, "--val-batches", VAL_BATCHES)
     call("train", bundle, "--out", tmp_path / "second", *options)
-    lines = (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()
-    start = next(r["loss"] for r in map(json.loads, lines) if r["type"] == "eval")
+    start, _ = RunLog.load(tmp_path / "second").held_out
     assert measure_held_out_loss(*held_out) == pytest.approx(start, rel=1e-5)
 
     done = run("train", bundle, "--out", tmp_path / "third", "--steps", 1, "--projections", "q")

@@ -85,12 +85,8 @@ def test_numbers_of_gemma():
 
 LLAMA3 = {"factor": 32.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-LONG = {
-    "type": "longrope",
-    "short_factor": [1.0] * 32,
-    "long_factor": [1 + i / 8 for i in range(32)],
-}
-LONG |= {"original_max_position_embeddings": 4096}
+LONG = {"type": "longrope", "original_max_position_embeddings": 4096}
+LONG |= {"short_factor": [1.0] * 32, "long_factor": [1 + i / 8 for i in range(32)]}
 
 
 @pytest.mark.parametrize(
@@ -139,10 +135,8 @@ def test_manifest_keeps_everything(name):
         assert list(mlp) == ["modules", "intermediate_size", *experts]
         assert experts or mlp["modules"][-1][1] == ["down"]
     for mixer in entry["mixers"]:
-        assert list(mixer)[:2] == ["type", "modules"] and mixer["modules"][-1][1] in (
-            ["o"],
-            ["out"],
-        )
+        assert list(mixer)[:2] == ["type", "modules"]
+        assert mixer["modules"][-1][1] in (["o"], ["out"])
 
 
 @pytest.mark.parametrize(
@@ -236,11 +230,8 @@ def test_gemma4():
     }
     wide = Architecture.from_config(KNOWN["Gemma-4-E4B"][2])
     assert wide.owners == {22, 23} and len(wide.mlps) == 1
-    unused = (
-        "embed_audio.x",
-        "audio_tower.x",
-        "language_model.layers.0.self_attn.q_proj.input_max",
-    )
+    unused = ("embed_audio.x", "audio_tower.x")
+    unused += ("language_model.layers.0.self_attn.q_proj.input_max",)
     assert all(name_here(f"model.{name}", "gemma4") is None for name in unused)
 
 
@@ -297,6 +288,11 @@ def test_rope_as_transformers_5_writes_it():
         assert Architecture.from_config({**config, "rope_parameters": moved}) == expected
 
 
+YARN_ALONE = {"type": "yarn"}
+LINEAR_IN_PART = {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
+OF_ANOTHER_KIND = "its mixture of experts is of another kind"
+
+
 @pytest.mark.parametrize(
     ("family", "change", "named"),
     [
@@ -316,22 +312,14 @@ def test_rope_as_transformers_5_writes_it():
             {"rope_scaling": FAMILIES["llama"]["rope_scaling"] | {"low_freq_factor": -1.0}},
             "low_freq_factor cannot be used",
         ),
-        (
-            "mistral",
-            {"rope_scaling": {"type": "yarn"}, "max_position_embeddings": -1},
-            "original_m",
-        ),
+        ("mistral", {"rope_scaling": YARN_ALONE, "max_position_embeddings": -1}, "original_m"),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob to false"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "not valid .*experts' sizes"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "not valid .*experts' sizes"),
         ("gemma4", {"num_experts": 8}, "num_experts to 8"),
         ("qwen3_moe", {"model_type": "olmoe"}, "norms q and k over all heads"),
         ("qwen2", {"model_type": "idefics3", "text_config": {}}, "several modalities"),
-        (
-            "qwen2",
-            {"model_type": "mixtral", "num_local_experts": 8},
-            "its mixture of experts is of another kind",
-        ),
+        ("qwen2", {"model_type": "mixtral", "num_local_experts": 8}, OF_ANOTHER_KIND),
         (
             "mistral3",
             {"text_config": {"model_type": "mistral4"}},
@@ -375,11 +363,7 @@ def test_rope_as_transformers_5_writes_it():
         ("qwen2", {"hidden_act": "gelu"}, 'hidden_act to "gelu"'),
         ("gemma2", {"hidden_activation": "relu"}, 'hidden_activation to "relu"'),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
-        (
-            "llama",
-            {"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor to 0.5",
-        ),
+        ("llama", {"rope_scaling": LINEAR_IN_PART}, "partial_rotary_factor to 0.5"),
         ("llama", {"rope_traditional": True}, "rope_traditional"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),

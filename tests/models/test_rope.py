@@ -40,7 +40,9 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAST, SLOW = [1 + i / 32 for i in range(32)], [1 + i / 8 for i in range(32)]
 LONGROPE = {"rope_type": "longrope", "short_factor": FAST, "long_factor": SLOW}
+SHORT = LONGROPE | {"original_max_position_embeddings": 4096}
 MAGNITUDE = 0.1 * math.log(8) + 1
+RATIO = (0.2 * math.log(8) + 1) / (0.05 * math.log(8) + 1)
 
 
 @pytest.mark.parametrize(
@@ -55,11 +57,7 @@ MAGNITUDE = 0.1 * math.log(8) + 1
         (YARN | {"beta_fast": 0, "beta_slow": None}, yarn(8, 16384), MAGNITUDE),
         (YARN | {"mscale": 0.5}, yarn(8, 16384), MAGNITUDE),
         (YARN | {"mscale_all_dim": 0.5}, yarn(8, 16384), MAGNITUDE),
-        (
-            YARN | {"mscale": 2.0, "mscale_all_dim": 0.5},
-            yarn(8, 16384),
-            (0.2 * math.log(8) + 1) / (0.05 * math.log(8) + 1),
-        ),
+        (YARN | {"mscale": 2.0, "mscale_all_dim": 0.5}, yarn(8, 16384), RATIO),
         (YARN | {"factor": None}, yarn(8, 16384), MAGNITUDE),
         ({"type": "yarn", "factor": 8.0}, yarn(8, LONGEST), MAGNITUDE),
         (YARN | {"type": "default"}, yarn(8, 16384), MAGNITUDE),
@@ -68,21 +66,9 @@ MAGNITUDE = 0.1 * math.log(8) + 1
         (YARN | {"finetuned": True}, yarn(8, 16384), MAGNITUDE),
         ({"type": "linear", "factor": 4.0}, BASE / 4, 1),
         (LONGROPE | {"original_max_position_embeddings": LONGEST}, BASE / FAST, 1),
-        (
-            LONGROPE | {"original_max_position_embeddings": 4096},
-            BASE / FAST,
-            math.sqrt(1 + math.log(32) / math.log(4096)),
-        ),
-        (
-            LONGROPE | {"original_max_position_embeddings": 4096, "factor": 4.0},
-            BASE / FAST,
-            math.sqrt(1 + math.log(4) / math.log(4096)),
-        ),
-        (
-            LONGROPE | {"original_max_position_embeddings": 4096, "attention_factor": 1.5},
-            BASE / FAST,
-            1.5,
-        ),
+        (SHORT, BASE / FAST, math.sqrt(1 + math.log(32) / math.log(4096))),
+        (SHORT | {"factor": 4.0}, BASE / FAST, math.sqrt(1 + math.log(4) / math.log(4096))),
+        (SHORT | {"attention_factor": 1.5}, BASE / FAST, 1.5),
     ],
 )
 def test_frequencies(scaling, expected, factor):
@@ -108,10 +94,9 @@ def test_the_original_length_beside_the_scaling_comes_first():
 
 
 def test_longrope_has_other_factors_beyond_the_original_length():
-    scaling = LONGROPE | {"original_max_position_embeddings": 4096}
     for length, factors in ((4096, FAST), (4097, SLOW)):
-        assert turns(scaling, length)[0] == pytest.approx(BASE / factors, rel=1e-12)
-    config = LLAMA | {"rope_scaling": scaling}
+        assert turns(SHORT, length)[0] == pytest.approx(BASE / factors, rel=1e-12)
+    config = LLAMA | {"rope_scaling": SHORT}
     check_lengths(config, [256, 4096])
     check_lengths(config, [4097, 8192])
     with pytest.raises(MespError, match=r"Beyond 4,096 tokens .* as two bundles"):
@@ -160,15 +145,14 @@ def test_mlx_lm_is_told_what_is_equal_or_refused():
 
     rope = initialize_rope(SIZE, THETA, False, told(YARN | {"attention_factor": 0.7}), LONGEST)
     assert rope.mscale == pytest.approx(0.7, rel=1e-12)
-    scaling = LONGROPE | {"original_max_position_embeddings": 4096}
     for length, factors in ((4096, FAST), (4097, SLOW)):
-        rope = initialize_rope(SIZE, THETA, False, told(scaling, length), LONGEST)
+        rope = initialize_rope(SIZE, THETA, False, told(SHORT, length), LONGEST)
         assert np.array(rope._freqs) == pytest.approx(factors / BASE, rel=1e-5)
-        assert rope._scale == pytest.approx(turns(scaling, length)[1], rel=1e-12)
+        assert rope._scale == pytest.approx(turns(SHORT, length)[1], rel=1e-12)
     for refused in (
         YARN | {"truncate": False},
         YARN | {"factor": 1.0, "attention_factor": 0.7},
-        scaling | {"attention_factor": 1.5},
+        SHORT | {"attention_factor": 1.5},
     ):
         with pytest.raises(MespError, match=r"mlx-lm ignores RoPE's (truncate|attention_factor)"):
             told(refused)

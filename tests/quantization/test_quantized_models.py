@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -85,6 +86,13 @@ def write_few_bits(folder: Path, bits: int, group: int, **more: object) -> Path:
     return write_model(folder, {**FEW_BITS, "quantization": quantization}, tensors)
 
 
+def edit_config(folder: Path, change: Callable[[dict], object]) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_matrices_of_two_and_three_values_are_carried_over(bits: int, group: int):
@@ -105,9 +113,8 @@ def test_matrices_of_two_and_three_values_are_carried_over(bits: int, group: int
         ours = [found[name + part] for part in ("weight", "scales", "biases")]
         assert ours[1].dtype == mx.float32
         assert mx.array_equal(ours[1], theirs[1]) and mx.array_equal(ours[2], theirs[2])
-        expected = mx.dequantize(
-            theirs[0], *(a.astype(mx.float32) for a in theirs[1:]), group, bits
-        )
+        factors = (array.astype(mx.float32) for array in theirs[1:])
+        expected = mx.dequantize(theirs[0], *factors, group, bits)
         assert mx.array_equal(mx.dequantize(*ours, group, 2), expected)
         levels = mx.unflatten(expected, 1, (-1, group)) / -theirs[2].astype(mx.float32)[..., None]
         assert set(np.unique(np.array(levels))) == ({-1, 1} if bits == 1 else {-1, 0, 1})
@@ -139,10 +146,11 @@ def test_modules_of_other_bits_become_2_bits_each():
 @pytest.mark.parametrize("bits", [1, 2])
 def test_bits_that_a_model_does_not_have_are_refused(bits: int):
     folder = write_few_bits(Path("few"), bits, 64)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization"]["bits"] = 3 - bits
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, lambda config: config["quantization"].update(bits=3 - bits))
     assert "do not fit its config.json" in refused("--model", folder)
+
+
+TURNED = {"bits": 2, "group_size": 128, "rotation": "r1"}
 
 
 @pytest.mark.parametrize(
@@ -151,10 +159,7 @@ def test_bits_that_a_model_does_not_have_are_refused(bits: int):
         ({"quantization": {"hadamard": {"block": 128}}}, "quantization's hadamard to "),
         ({"quantization": {"rotation": True}}, "quantization's rotation to true"),
         ({"quantization": {"global_scale": True}}, "quantization's global_scale to true"),
-        (
-            {"quantization": {"lm_head": {"bits": 2, "group_size": 128, "rotation": "r1"}}},
-            'quantization\'s rotation of lm_head to "r1"',
-        ),
+        ({"quantization": {"lm_head": TURNED}}, 'quantization\'s rotation of lm_head to "r1"'),
         ({"quantization_config": {"rotated": 1}}, "quantization_config's rotated to 1"),
         ({"quantization_config": {"quant_method": "spinquant"}}, "quantized by spinquant, which"),
         ({"quantization_config": {"quant_method": "bitnet"}}, "whose activations are not rounded"),
@@ -164,11 +169,12 @@ def test_bits_that_a_model_does_not_have_are_refused(bits: int):
     ],
 )
 def test_what_a_quantization_says_beside_is_refused(sections: dict, said: str):
+    def change(config: dict) -> None:
+        for key, value in sections.items():
+            config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+
     folder = write_few_bits(Path("few"), 2, 128)
-    config = json.loads((folder / "config.json").read_text())
-    for key, value in sections.items():
-        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, change)
     assert said in refused("--model", folder)
 
 
@@ -176,24 +182,19 @@ def test_what_changes_nothing_in_a_quantization_is_taken():
     more = {"rotation": None, "global_scale": False, "vision_tower.a": False}
     more |= {"vision_tower.b": True, "vision_tower.c": {"bits": 8, "group_size": 64}}
     folder = write_few_bits(Path("few"), 2, 128, **more)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = config["quantization"]
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, lambda config: config.update(quantization_config=config["quantization"]))
     assert export("--model", folder, "--seq-len", 8).exit_code == 0
 
 
 def test_a_quantization_that_mlx_lm_does_not_read_is_refused():
     folder = write_few_bits(Path("few"), 2, 128)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = config.pop("quantization")
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, lambda c: c.update(quantization_config=c.pop("quantization")))
     assert "sets quantization_config to {" in refused("--model", folder)
 
 
 def test_gemma_3_with_a_head_of_its_own():
     """Older versions of mlx-lm stored a quantized copy of the tied embedding as the head."""
     config = {**FAMILIES["gemma3_text"], "tie_word_embeddings": True}
-    tensors = random_tensors(config)
     model = mlx_lm_model(config, lambda _: Quantization(4, 32))
     tensors = dict(tree_flatten(model.parameters()))
     wide = mx.quantize(random_tensors(config)["model.embed_tokens.weight"], 32, 8)
@@ -202,10 +203,8 @@ def test_gemma_3_with_a_head_of_its_own():
     quantization = {"bits": 4, "group_size": 32, "lm_head": {"bits": 8, "group_size": 32}}
     write_model(Path("gemma"), {**config, "quantization": quantization}, tensors)
     bundle = exported("--model", "gemma", "--seq-len", 8)
-    assert bundle.head()["weight"].shape == (320, 16) and bundle.embedding()["weight"].shape == (
-        320,
-        8,
-    )
+    assert bundle.head()["weight"].shape == (320, 16)
+    assert bundle.embedding()["weight"].shape == (320, 8)
     tokens = mx.array([[1, 2, 3]])
     expected, _ = load_model(Path("gemma"))
     assert mx.array_equal(bundle.to_mlx_lm()(tokens), expected(tokens))
@@ -235,7 +234,6 @@ def test_a_quantized_model_keeps_its_numbers(scales: str, norms: str, stored: st
     bundle = exported("--model", "model", "--seq-len", 8)
     assert bundle.manifest.dtype == (stored if mode == "affine" else norms)
     given = load_model(Path("model"))[0].parameters()
-    for (name, a), (_, b) in zip(
-        tree_flatten(bundle.to_mlx_lm().parameters()), tree_flatten(given), strict=True
-    ):
+    pairs = (tree_flatten(each) for each in (bundle.to_mlx_lm().parameters(), given))
+    for (name, a), (_, b) in zip(*pairs, strict=True):
         assert mx.array_equal(a.astype(mx.float32), b.astype(mx.float32)), name

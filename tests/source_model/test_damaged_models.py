@@ -100,10 +100,9 @@ def test_part_of_a_multimodal_model():
 def test_quantized_model_stays_as_it_is(model):
     config = {**TINY, "quantization": {"bits": 4, "group_size": 64}}
     (model / "config.json").write_text(json.dumps(config))
+    said = "leave out --mode, --bits, --head-bits and --group-size"
     for option in (("--bits", 8), ("--group-size", 32), ("--mode", "nvfp4")):
-        assert "leave out --mode, --bits, --head-bits and --group-size" in refused(
-            "--model", model, *option
-        )
+        assert said in refused("--model", model, *option)
 
 
 def test_folder_that_holds_no_model():

@@ -57,9 +57,8 @@ def test_a_bundle_is_that_of_the_same_model_in_mlx_lms_form(name: str, tmp_path:
     tensors = random_tensors(config)
     file = write_gguf(tmp_path / "tiny.gguf", name, tensors)
     whole = in_8_bits(tensors, lambda name, tensor: tensor.ndim == 2)
-    folder = write_model(
-        tmp_path / "tiny", config | {"quantization": {"group_size": 32, "bits": 8}}, whole
-    )
+    config = config | {"quantization": {"group_size": 32, "bits": 8}}
+    folder = write_model(tmp_path / "tiny", config, whole)
     ours, theirs = export(file, tmp_path / "a.mesp"), export(folder, tmp_path / "b.mesp")
     assert ours.architecture.to_manifest() == theirs.architecture.to_manifest()
     for path, layout in theirs.weight_files().items():
@@ -68,9 +67,8 @@ def test_a_bundle_is_that_of_the_same_model_in_mlx_lms_form(name: str, tmp_path:
             # GGUF stores -exp(A_log), so A_log is equal only within rounding.
             equal = mx.allclose if key.endswith("A_log") else mx.array_equal
             assert equal(found[key], array), f"{path} {key}"
-    assert load_bundle_tokenizer(ours.path).encode(TEXT) == load_bundle_tokenizer(
-        theirs.path
-    ).encode(TEXT)
+    ids = [load_bundle_tokenizer(bundle.path).encode(TEXT) for bundle in (ours, theirs)]
+    assert ids[0] == ids[1]
     assert ours.to_mlx_lm() is not None
 
 
@@ -119,7 +117,7 @@ class Blocks:
 def write_blocks(path: Path, blocks: Blocks) -> Path:
     number, *sizes = UNKNOWN.get(blocks.kind, (0, 1, 4))
     with mock.patch.dict(gguf.GGML_QUANT_SIZES, {number: tuple(sizes)} if number else {}):
-        return write_gguf(path, "wide", random_tensors(MODELS["wide"][1]), blocks)
+        return write_gguf(path, "wide", encode=blocks)
 
 
 def values(
@@ -155,21 +153,19 @@ def mixed(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
 
 
 def test_the_summary_says_what_was_carried_over(tmp_path: Path):
-    file = write_gguf(tmp_path / "tiny.gguf", "wide", random_tensors(MODELS["wide"][1]), mixed)
+    file = write_gguf(tmp_path / "tiny.gguf", "wide", encode=mixed)
     done = call("export", "--model", file, "--out", tmp_path / "o.mesp", *SIZE)
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("  GGUF"))
-    exact = "63.6% of the weights (Q4_K) carried over exactly"
-    again = "18.2% of the weights (Q6_K) quantized again to 8 bits"
-    assert (
-        exact in line and again in line and "18.2% of the weights (F16) quantized to 8 bits" in line
-    )
+    assert "63.6% of the weights (Q4_K) carried over exactly" in line
+    assert "18.2% of the weights (Q6_K) quantized again to 8 bits" in line
+    assert "18.2% of the weights (F16) quantized to 8 bits" in line
 
 
 def test_a_ternary_file_keeps_its_types_beside_others(tmp_path: Path):
     def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
         return Blocks("Q6_K" if "token_embd" in name else "TQ2_0")(name, matrix)
 
-    file = write_gguf(tmp_path / "tiny.gguf", "wide", random_tensors(MODELS["wide"][1]), encode)
+    file = write_gguf(tmp_path / "tiny.gguf", "wide", encode=encode)
     done = call("export", "--model", file, "--out", tmp_path / "o.mesp", *SIZE)
     assert "of the weights (TQ2_0) carried over exactly; 18.2% of the weights (Q6_K)" in done.stdout
     assert "2 bits in groups of 128, the head 8 bits in groups of 32" in done.stdout
@@ -177,8 +173,7 @@ def test_a_ternary_file_keeps_its_types_beside_others(tmp_path: Path):
 
 def test_a_rotated_basis_is_refused_by_name(tmp_path: Path):
     key = "prism.hadamard.block_size"
-    tensors = random_tensors(MODELS["qwen2"][1])
-    file = write_gguf(tmp_path / "t.gguf", "qwen2", tensors, changed={key: number(1024)})
+    file = write_gguf(tmp_path / "t.gguf", "qwen2", changed={key: number(1024)})
     assert f"has weights in a rotated basis ('{key}')" in refused(file, tmp_path / "out.mesp")
 
 
@@ -230,11 +225,10 @@ def refused(file: Path, out: Path) -> str:
 def test_types_of_blocks_that_are_not_supported_are_named(tmp_path: Path):
     def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
         data, kind = q8_0(name, matrix)
-        return (
-            (data[:, : data.shape[1] * 18 // 34], Type.IQ4_NL) if "ffn_up" in name else (data, kind)
-        )
+        is_other = "ffn_up" in name
+        return (data[:, : data.shape[1] * 18 // 34], Type.IQ4_NL) if is_other else (data, kind)
 
-    file = write_gguf(tmp_path / "t.gguf", "qwen2", random_tensors(MODELS["qwen2"][1]), encode)
+    file = write_gguf(tmp_path / "t.gguf", "qwen2", encode=encode)
     assert "blk.0.ffn_up.weight in blocks of type IQ4_NL" in refused(file, tmp_path / "out.mesp")
 
 
@@ -251,8 +245,7 @@ def test_types_of_blocks_that_are_not_supported_are_named(tmp_path: Path):
     ],
 )
 def test_what_metadata_lack_is_named(model: str, key: str, tmp_path: Path):
-    tensors = random_tensors(MODELS[model][1])
-    file = write_gguf(tmp_path / "tiny.gguf", model, tensors, without=[key])
+    file = write_gguf(tmp_path / "tiny.gguf", model, without=[key])
     assert f"lacks {key}" in refused(file, tmp_path / "out.mesp")
 
 
@@ -280,8 +273,7 @@ def number(value: int) -> gguf.GGUFValue:
     ],
 )
 def test_metadata_that_lie_are_a_sentence(model, key, value, said, tmp_path: Path):
-    tensors = random_tensors(MODELS[model][1])
-    file = write_gguf(tmp_path / "tiny.gguf", model, tensors, changed={key: value})
+    file = write_gguf(tmp_path / "tiny.gguf", model, changed={key: value})
     tracemalloc.start()
     assert said in refused(file, tmp_path / "out.mesp")
     _, peak = tracemalloc.get_traced_memory()
@@ -290,10 +282,9 @@ def test_metadata_that_lie_are_a_sentence(model, key, value, said, tmp_path: Pat
 
 
 def test_several_parts_are_named_and_nothing_else_is_taken_for_some(tmp_path: Path):
-    tensors = random_tensors(MODELS["qwen2"][1])
-    file = write_gguf(tmp_path / "a.gguf", "qwen2", tensors, changed={"split.count": number(2)})
+    file = write_gguf(tmp_path / "a.gguf", "qwen2", changed={"split.count": number(2)})
     assert "is one part of several" in refused(file, tmp_path / "out.mesp")
-    file = write_gguf(tmp_path / "b.gguf", "qwen2", tensors, changed={"split.count": SEVERAL})
+    file = write_gguf(tmp_path / "b.gguf", "qwen2", changed={"split.count": SEVERAL})
     export(file, tmp_path / "b.mesp")
 
 
@@ -312,14 +303,12 @@ def test_tensors_are_those_of_the_architecture(tmp_path: Path):
 
 
 def test_a_file_without_its_pre_tokenizer_is_refused(tmp_path: Path):
-    tensors = random_tensors(MODELS["qwen2"][1])
-    file = write_gguf(tmp_path / "tiny.gguf", "qwen2", tensors, vocabulary="default")
+    file = write_gguf(tmp_path / "tiny.gguf", "qwen2", vocabulary="default")
     assert "its pre-tokenizer 'default' is not supported" in refused(file, tmp_path / "out.mesp")
 
 
 def test_pieces_are_read_as_sentencepiece_has_them(tmp_path: Path):
-    tensors = random_tensors(MODELS["llama-yarn"][1])
-    file = write_gguf(tmp_path / "tiny.gguf", "llama-yarn", tensors, vocabulary="pieces")
+    file = write_gguf(tmp_path / "tiny.gguf", "llama-yarn", vocabulary="pieces")
     bundle = export(file, tmp_path / "out.mesp")
     assert bundle.config()["bos_token_id"] == 1
     tokenizer = load_bundle_tokenizer(bundle.path)
@@ -369,8 +358,8 @@ def test_adapters_are_fused_into_a_file_of_few_bits(kind: str, tmp_path: Path):
 
 
 def test_a_tensor_of_an_unknown_type_is_not_copied(tmp_path: Path):
-    tensors, out = random_tensors(MODELS["qwen2"][1]), tmp_path / "b.mesp"
-    whole = GGUF.read(write_gguf(tmp_path / "whole.gguf", "qwen2", tensors))
+    out = tmp_path / "b.mesp"
+    whole = GGUF.read(write_gguf(tmp_path / "whole.gguf", "qwen2"))
     whole.tensors["blk.99.attn_norm.weight"] = whole.tensors["blk.0.attn_norm.weight"]
     keys = bytearray(whole.keys)
     keys[8:16] = len(whole.tensors).to_bytes(8, "little")
@@ -399,8 +388,7 @@ def test_files_of_the_hub_are_named_as_llama_cpp_names_them(name, chosen, tmp_pa
     files = ["README.md", "mmproj-Q8_0.gguf", "m.Q8_0.gguf", "m-Q4_K_M.gguf", "sub/m-Q4_K_M.gguf"]
     folder = tmp_path / "snapshots" / "0123"
     (folder / "sub").mkdir(parents=True)
-    file = write_gguf(tmp_path / "tiny.gguf", "qwen2", random_tensors(MODELS["qwen2"][1]))
-    file.rename(folder / chosen)
+    write_gguf(tmp_path / "tiny.gguf", "qwen2").rename(folder / chosen)
     monkeypatch.setattr(hub_download, "list_files", lambda repo: files)
     monkeypatch.setattr(hub_download, "download", lambda kind, repo, patterns: folder)
     source = find.find_source(name, False)
@@ -465,18 +453,16 @@ def text(value: str) -> gguf.GGUFValue:
     ],
 )
 def test_rope_is_scaled_as_in_llama_cpp(keys, scaling, tmp_path: Path):
-    tensors = random_tensors(MODELS["qwen2"][1])
     changed = {f"qwen2.rope.{key}": value for key, value in keys.items()}
-    file = GGUF.read(write_gguf(tmp_path / "t.gguf", "qwen2", tensors, changed=changed))
+    file = GGUF.read(write_gguf(tmp_path / "t.gguf", "qwen2", changed=changed))
     config = MODELS["qwen2"][1] | {"rope_scaling": scaling}
     found = Architecture.from_config(config_of(file))
     assert found.mixers == Architecture.from_config(config).mixers
 
 
 def test_attention_that_is_said_to_be_causal_is_read(tmp_path: Path):
-    tensors = random_tensors(MODELS["qwen2"][1])
     changed = {"qwen2.attention.causal": gguf.GGUFValue(True, gguf.GGUFValueType.BOOL)}
-    file = GGUF.read(write_gguf(tmp_path / "t.gguf", "qwen2", tensors, changed=changed))
+    file = GGUF.read(write_gguf(tmp_path / "t.gguf", "qwen2", changed=changed))
     found = Architecture.from_config(config_of(file))
     assert found.mixers == Architecture.from_config(MODELS["qwen2"][1]).mixers
 
@@ -493,8 +479,7 @@ def test_attention_that_is_said_to_be_causal_is_read(tmp_path: Path):
     ],
 )
 def test_metadata_that_nothing_reads_are_named(key, value, tmp_path: Path):
-    tensors = random_tensors(MODELS["qwen2"][1])
     changed = {f"qwen2.{key}": value, "qwen2.rope.scaling.factor": floats(2.0)}
-    file = write_gguf(tmp_path / "t.gguf", "qwen2", tensors, changed=changed)
+    file = write_gguf(tmp_path / "t.gguf", "qwen2", changed=changed)
     said = refused(file, tmp_path / "out.mesp")
     assert key in said or "scales RoPE in a way that is not supported" in said

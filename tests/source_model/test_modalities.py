@@ -6,15 +6,9 @@ import mlx_lm
 import pytest
 from mlx_lm.utils import load_model
 
+from helpers import models
 from helpers.exports import NEAREST, export, exported
-from helpers.models import (
-    FAMILIES,
-    mlx_lm_model,
-    published,
-    random_tensors,
-    write_model,
-    write_tokenizer,
-)
+from helpers.models import FAMILIES, mlx_lm_model, published, random_tensors, write_model
 from mesp.bundle.reader import Bundle
 from mesp.evaluation.evaluate import read_limits
 
@@ -29,7 +23,7 @@ def of_several_modalities(folder: Path) -> Path:
     whole = {"model_type": "qwen3_5", "vision_config": {"depth": 2, "hidden_size": 32}}
     whole["text_config"] = {**text, "model_type": "qwen3_5_text"}
     write_model(folder, whole, tensors, tokenizer=False)
-    write_tokenizer(folder, text["vocab_size"])
+    models.write_tokenizer(folder, text["vocab_size"])
     return folder
 
 
@@ -58,19 +52,16 @@ QWEN2_5_VL = {**FAMILIES["qwen2"], "model_type": "qwen2_5_vl"}
 QWEN2_5_VL |= {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
 QWEN3_VL = {**FAMILIES["qwen3"], "model_type": "qwen3_vl"}
 QWEN3_VL |= {"rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5]}}
+SIGHT = ("vision_tower", "multi_modal_projector")
 UNTIED_MISTRAL3 = {**FAMILIES["mistral3"], "tie_word_embeddings": False}
 
 
 @pytest.mark.parametrize(
     ("config", "text", "others"),
     [
-        (FAMILIES["gemma3"], "language_model.model.", ("vision_tower", "multi_modal_projector")),
-        (
-            FAMILIES["gemma3"],
-            "model.language_model.",
-            ("model.vision_tower", "model.multi_modal_projector"),
-        ),
-        (UNTIED_MISTRAL3, "language_model.model.", ("vision_tower", "multi_modal_projector")),
+        (FAMILIES["gemma3"], "language_model.model.", SIGHT),
+        (FAMILIES["gemma3"], "model.language_model.", [f"model.{name}" for name in SIGHT]),
+        (UNTIED_MISTRAL3, "language_model.model.", SIGHT),
         (QWEN2_5_VL, "model.", ("visual",)),
         (QWEN3_VL, "model.language_model.", ("model.visual",)),
     ],

@@ -50,9 +50,8 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_used():
     assert mx.array_equal(table(other, "lm_head"), HEAD)
     assert mx.array_equal(table(other, "model.embed_tokens"), embedding)
     bundle = exported("--model", "other", "--seq-len", 8, *NEAREST)
-    assert (
-        not bundle.architecture.tie_word_embeddings and not bundle.config()["tie_word_embeddings"]
-    )
+    assert not bundle.architecture.tie_word_embeddings
+    assert not bundle.config()["tie_word_embeddings"]
     assert {path.name for path in bundle.path.glob("*.bin")} >= {"embedding.bin", "head.bin"}
 
 
@@ -90,9 +89,8 @@ def test_keys_of_a_block_that_takes_those_of_another_change_nothing():
     config = FAMILIES["gemma4"]
     tensors = random_tensors(config)
     assert "model.layers.4.self_attn.k_proj.weight" not in tensors
-    tensors |= {
-        f"model.layers.4.self_attn.{n}.weight": mx.ones((2, 2)) for n in ("k_proj", "k_norm")
-    }
+    for name in ("k_proj", "k_norm"):
+        tensors[f"model.layers.4.self_attn.{name}.weight"] = mx.ones((2, 2))
     assert opened(config, tensors).left_out == 0
     tensors["model.layers.4.self_attn.o_norm.weight"] = mx.ones((2,))
     with pytest.raises(MespError, match="o_norm"):
@@ -116,9 +114,8 @@ def test_a_model_without_its_head_has_names_without_a_prefix():
     tensors = random_tensors(LLAMA)
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     weights = opened(LLAMA, bare)
-    assert mx.array_equal(
-        table(weights, "model.embed_tokens"), tensors["model.embed_tokens.weight"]
-    )
+    found = table(weights, "model.embed_tokens")
+    assert mx.array_equal(found, tensors["model.embed_tokens.weight"])
 
 
 def test_one_file_is_read_rather_than_an_index_of_an_older_model():
@@ -140,9 +137,8 @@ def test_an_index_that_names_a_missing_file_says_so():
 def test_two_files_with_the_same_tensor_are_not_of_one_model():
     folder = write_model(Path("model"), LLAMA, random_tensors(LLAMA), shards=2, tokenizer=False)
     (folder / "model.safetensors.index.json").unlink()
-    shutil.copy(
-        folder / "model-00001-of-00002.safetensors", folder / "model-00001-of-00003.safetensors"
-    )
+    one, other = (folder / f"model-00001-of-0000{count}.safetensors" for count in (2, 3))
+    shutil.copy(one, other)
     with pytest.raises(MespError, match="twice; take the files of one"):
         SafetensorsWeights(folder, Architecture.from_config(LLAMA))
 

@@ -1,27 +1,20 @@
 import json
-import os
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from helpers.commands import succeeded
+from helpers.commands import refused, run_tool, succeeded
 from helpers.pages import Page
-from helpers.paths import DEMO_BUNDLE, ROOT
+from helpers.paths import DEMO_BUNDLE
 from helpers.phones import APP, Phones
 from mesp.engine.build import expected_version, find_engine
 from mesp.engine.process import stream_records
 
 NAMES = ["machine", "repeats", "resume"]
-START = {
-    "names": NAMES,
-    "host": "iPhone18,1",
-    "bundle": "demo",
-    "device": "gpu",
-    "gpu": "A19 <Pro>",
-    "neural_accelerators": "checking",
-}
+START = {"names": NAMES, "host": "iPhone18,1", "bundle": "demo", "device": "gpu"}
+START |= {"gpu": "A19 <Pro>", "neural_accelerators": "checking"}
 REPEATS = {
     "name": "repeats",
     "verdict": "pass",
@@ -41,22 +34,12 @@ MACHINE = {
 }
 RESUME = {"name": "resume", "verdict": "fail", "sentence": "It differs.", "measured": []}
 RESUME |= {"seconds": 1.0}
-CONSTANTS = {
-    "metal_bytes": 3.2e7,
-    "eval_seconds": 2e-4,
-    "flops_per_second": 1.2e12,
-    "bytes_per_second": 8e10,
-}
+CONSTANTS = {"metal_bytes": 3.2e7, "eval_seconds": 2e-4}
+CONSTANTS |= {"flops_per_second": 1.2e12, "bytes_per_second": 8e10}
 END = {"verdict": "pass", "constants": CONSTANTS, "seconds": 5.0}
 
 
-def check(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, ROOT / "tools" / "check_gpu.py", *map(str, arguments)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+check = partial(run_tool, "check_gpu.py")
 
 
 def verdicts(out: Path) -> dict[str, str]:
@@ -80,11 +63,8 @@ def write_engine(folder: Path, *lines: object, then: str = "") -> str:
 def test_the_engine_runs_the_named_checks_of_a_fresh_process():
     find_engine()
     settings = {"bundle": str(DEMO_BUNDLE), "checks": ["leaving", "metal.footprint", "errors"]}
-    checks = {
-        each["name"]: each["verdict"]
-        for each in stream_records("self-check", settings)
-        if each["type"] == "check"
-    }
+    records = stream_records("self-check", settings)
+    checks = {each["name"]: each["verdict"] for each in records if each["type"] == "check"}
     assert checks == {"metal.footprint": "note", "leaving": "note", "errors": "pass"}
 
 
@@ -144,9 +124,8 @@ def test_a_check_that_fails_is_exit_code_1(tmp_path: Path):
 
 
 def test_an_engine_that_dies_in_a_check_fails_that_check(tmp_path: Path):
-    engine = write_engine(
-        tmp_path, record("start", START), record("check", MACHINE), then="os.abort()"
-    )
+    records = record("start", START), record("check", MACHINE)
+    engine = write_engine(tmp_path, *records, then="os.abort()")
     done = check("--bundle", DEMO_BUNDLE, "--out", tmp_path, MESP_ENGINE=engine)
     assert done.returncode == 1, done.stderr
     assert verdicts(tmp_path) == {"machine": "note", "repeats": "fail", "resume": "skipped"}
@@ -226,28 +205,21 @@ def test_what_cannot_be_checked_is_one_sentence(tmp_path: Path):
         "No such file or directory.",
     }
     for arguments, sentence in cases.items():
-        done = check(*arguments, "--out", tmp_path / "out")
-        assert (done.returncode, done.stderr) == (2, f"Error: {sentence}\n")
+        assert refused(check(*arguments, "--out", tmp_path / "out")) == sentence
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"start": {}}', '{"start": 1, "checks": []}'])
 def test_a_file_that_is_no_report_is_named(tmp_path: Path, text: str):
     (tmp_path / "a.json").write_text(text)
-    done = check("--report", tmp_path / "a.json", "--out", tmp_path)
-    sentence = f"{tmp_path / 'a.json'} is not a report of a self-check."
-    assert (done.returncode, done.stderr) == (2, f"Error: {sentence}\n")
+    said = refused(check("--report", tmp_path / "a.json", "--out", tmp_path))
+    assert said == f"{tmp_path / 'a.json'} is not a report of a self-check."
 
 
 def test_a_report_that_stops_short_fails_where_it_does(tmp_path: Path):
     (tmp_path / "a.json").write_text(json.dumps({"start": START, "checks": [MACHINE]}))
     assert check("--report", tmp_path / "a.json", "--out", tmp_path).returncode == 1
     assert verdicts(tmp_path) == {"machine": "note", "repeats": "fail", "resume": "skipped"}
-
-
-@pytest.fixture
-def phones(tmp_path: Path) -> Phones:
-    return Phones(tmp_path)
 
 
 def test_a_phone_is_started_and_its_report_comes_back(phones: Phones):

@@ -17,6 +17,10 @@ def collect(*arguments: object, **environment: str) -> subprocess.CompletedProce
     return invoke(main, "collect.py", *arguments, env=environment)
 
 
+def collect_runs(folder: Path) -> subprocess.CompletedProcess:
+    return collect("--from", folder / "runs", "--out", folder / "out")
+
+
 def rows(done: subprocess.CompletedProcess) -> dict[str, list[str]]:
     assert done.returncode == 0, done.stderr
     lines = [line.split("  ") for line in done.stdout.splitlines()[1:]]
@@ -57,7 +61,7 @@ def test_a_last_line_that_is_cut_off_is_left_out(tmp_path: Path, cut: int):
     run = write_run(tmp_path / "runs" / "a", end=None)
     log = run / "metrics.jsonl"
     log.write_bytes(log.read_bytes()[:-cut])
-    steps = rows(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))["a"][4]
+    steps = rows(collect_runs(tmp_path))["a"][4]
     assert steps == ("4" if cut == 1 else "3"), "one byte less is a whole record without its end"
 
 
@@ -79,7 +83,7 @@ def test_a_bad_run_is_named_and_the_others_go_on(tmp_path: Path, what: str):
         (tmp_path / "out" / "b").mkdir(parents=True)
         (tmp_path / "out" / "b" / "metrics.jsonl").mkdir()
         (tmp_path / "out" / "b-2").touch()
-    done = collect("--from", tmp_path / "runs", "--out", tmp_path / "out")
+    done = collect_runs(tmp_path)
     assert "c" in rows(done)
     said = {
         "line": f"Line 4 of {tmp_path / 'out' / 'b' / 'metrics.jsonl'} is not a log record.\n",
@@ -95,7 +99,7 @@ def test_a_run_has_no_name_of_an_unfinished_folder(tmp_path: Path, name: str):
     write_run(tmp_path / "runs" / "a")
     write_run(tmp_path / "runs" / name, steps=2, seed=1)
     for _ in range(2):
-        table = rows(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))
+        table = rows(collect_runs(tmp_path))
         assert sorted(columns[4] for columns in table.values()) == ["2", "4"]
         assert not any(path.name.startswith(".") for path in (tmp_path / "out").iterdir())
 
@@ -105,7 +109,7 @@ def test_a_name_may_be_as_long_as_a_name_can_be(tmp_path: Path):
         name = letter * (255 // len(letter.encode()))
         write_run(tmp_path / "runs" / name, steps=number)
     write_run(tmp_path / "runs" / "b")
-    table = rows(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))
+    table = rows(collect_runs(tmp_path))
     assert {columns[4] for columns in table.values()} == {"1", "2", "4"}
 
 
@@ -115,7 +119,7 @@ def test_modes_are_the_collectors_own(tmp_path: Path):
         path.chmod(0o7777 if path.is_dir() else 0o6755)
     before = os.umask(0o022)
     try:
-        rows(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))
+        rows(collect_runs(tmp_path))
     finally:
         os.umask(before)
     modes = {path.is_dir(): path.stat().st_mode & 0o7777 for path in (tmp_path / "out").rglob("*")}
@@ -130,7 +134,7 @@ def test_folders_in_folders_have_an_end(tmp_path: Path):
             folder = folder / "x"
             os.mkdir(folder)
     try:
-        done = collect("--from", tmp_path / "runs", "--out", tmp_path / "out")
+        done = collect_runs(tmp_path)
     finally:  # pytest's own way to remove folders is recursive
         subprocess.run(["rm", "-r", *tmp_path.iterdir()], check=True)
     assert list(rows(done)) == ["a"] and "is not a folder of a run" in done.stderr
@@ -139,50 +143,48 @@ def test_folders_in_folders_have_an_end(tmp_path: Path):
 def test_a_log_with_nothing_in_it_is_listed(tmp_path: Path):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "metrics.jsonl").touch()
-    row = rows(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))["a"]
+    row = rows(collect_runs(tmp_path))["a"]
     assert row == ["?", "?", "?", "?", "0", "-", "- → -", "-", "-", "-", "killed"]
 
 
+def weights(folder: Path) -> str:
+    return (folder / "out" / "a" / "adapters" / "adapters.safetensors").read_text()
+
+
 def test_a_run_that_went_on_is_refreshed(tmp_path: Path):
-    source, out = tmp_path / "runs", tmp_path / "out"
-    write_run(source / "a", steps=2, end=None)
-    collect("--from", source, "--out", out)
-    write_run(source / "a", steps=9)
-    assert rows(collect("--from", source, "--out", out))["a"][4] == "9"
-    weights = (out / "a" / "adapters" / "adapters.safetensors").read_text()
-    assert weights == "weights after 9 steps"
-    assert [path.name for path in out.iterdir()] == ["a"]
+    write_run(tmp_path / "runs" / "a", steps=2, end=None)
+    collect_runs(tmp_path)
+    write_run(tmp_path / "runs" / "a", steps=9)
+    assert rows(collect_runs(tmp_path))["a"][4] == "9"
+    assert weights(tmp_path) == "weights after 9 steps"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
 
 
 def test_a_newer_copy_is_kept(tmp_path: Path):
-    source, out = tmp_path / "runs", tmp_path / "out"
-    write_run(source / "a", steps=9)
-    collect("--from", source, "--out", out)
-    write_run(source / "a", steps=2, end=None)
-    done = collect("--from", source, "--out", out)
+    write_run(tmp_path / "runs" / "a", steps=9)
+    collect_runs(tmp_path)
+    write_run(tmp_path / "runs" / "a", steps=2, end=None)
+    done = collect_runs(tmp_path)
     assert "is further on than" in done.stderr
     assert rows(done)["a"][4] == "9"
-    weights = (out / "a" / "adapters" / "adapters.safetensors").read_text()
-    assert weights == "weights after 9 steps"
+    assert weights(tmp_path) == "weights after 9 steps"
 
 
 def test_another_run_of_the_same_name_gets_a_place_of_its_own(tmp_path: Path):
-    source, out = tmp_path / "runs", tmp_path / "out"
-    write_run(source / "a", steps=3)
-    collect("--from", source, "--out", out)
-    write_run(source / "a", steps=5, seed=1)
+    write_run(tmp_path / "runs" / "a", steps=3)
+    collect_runs(tmp_path)
+    write_run(tmp_path / "runs" / "a", steps=5, seed=1)
     for _ in range(2):
-        assert rows(collect("--from", source, "--out", out))["a-2"][4] == "5"
-    assert sorted(path.name for path in out.iterdir()) == ["a", "a-2"]
-    weights = (out / "a" / "adapters" / "adapters.safetensors").read_text()
-    assert weights == "weights after 3 steps"
+        assert rows(collect_runs(tmp_path))["a-2"][4] == "5"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a", "a-2"]
+    assert weights(tmp_path) == "weights after 3 steps"
 
 
 def test_a_folder_that_is_no_run_is_not_replaced(tmp_path: Path):
     write_run(tmp_path / "runs" / "a")
     (tmp_path / "out" / "a").mkdir(parents=True)
     (tmp_path / "out" / "a" / "thesis.txt").write_text("precious")
-    collect("--from", tmp_path / "runs", "--out", tmp_path / "out")
+    collect_runs(tmp_path)
     assert (tmp_path / "out" / "a" / "thesis.txt").read_text() == "precious"
     assert (tmp_path / "out" / "a-2" / "metrics.jsonl").exists()
 
@@ -214,7 +216,7 @@ def test_what_a_run_is_called_is_text(tmp_path: Path, name: str):
     run = write_run(tmp_path / "runs" / (name.replace("/", "") + "x"))
     log = run / "metrics.jsonl"
     log.write_text(log.read_text().replace("Qwen2.5-0.5B", json.dumps(name)[1:-1]))
-    done = succeeded(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))
+    done = succeeded(collect_runs(tmp_path))
     assert name.replace("\x1b", " ").replace("\x07", "").strip() in done.stdout
     assert "\x1b]" not in done.stdout and "\x1b]" not in done.stderr
 
@@ -231,7 +233,7 @@ def test_what_is_no_regular_file_is_not_collected(tmp_path: Path, place: str, wh
         os.mkfifo(path)
     else:
         path.symlink_to(private if what == "a folder" else private / "key")
-    done = collect("--from", tmp_path / "runs", "--out", tmp_path / "out")
+    done = collect_runs(tmp_path)
     assert done.returncode == 0 and f"{path} is not a regular file" in done.stderr
     copied = [each for each in (tmp_path / "out").rglob("*") if each.is_file()]
     assert not any("secret" in each.read_text() for each in copied)
@@ -257,22 +259,27 @@ def test_the_only_phone_is_read(phones: Phones, nests: bool):
     assert rows(collect_phone(phones))["a"][4] == "8"
 
 
-@pytest.mark.parametrize("name", ["Grace's iPhone", "ID-1", "0000-1"])
-def test_one_of_several_phones_is_chosen(phones: Phones, name: str):
+XCRUN, OTHER = "xcrun devicectl list devices", "pymobiledevice3 usbmux list"
+
+
+@pytest.mark.parametrize(
+    ("program", "listing", "name"),
+    [
+        *(("xcrun", XCRUN, name) for name in ("Grace's iPhone", "ID-1", "0000-1")),
+        *(("pymobiledevice3", OTHER, name) for name in ("Grace's iPhone", "0000-1")),
+    ],
+)
+def test_one_of_several_phones_is_chosen(phones: Phones, program: str, listing: str, name: str):
+    phones.program = program
     write_run(phones.add("Ada's iPhone") / "a")
     write_run(phones.add("Grace's iPhone") / "g")
-    assert refused(collect_phone(phones)) == (
-        "Several phones can be reached, choose one with --device: "
-        "Ada's iPhone (ID-0), Grace's iPhone (ID-1)."
-    )
+    said = refused(collect_phone(phones))
+    assert said.startswith("Several phones can be reached, choose one with --device: ")
+    if program == "xcrun":
+        assert said.endswith(": Ada's iPhone (ID-0), Grace's iPhone (ID-1).")
     assert list(rows(collect_phone(phones, "--device", name))) == ["g"]
-
-
-def test_an_unknown_phone(phones: Phones):
-    phones.add("Ada's iPhone")
-    assert refused(collect_phone(phones, "--device", "Alan")) == (
-        "There is no phone Alan: `xcrun devicectl list devices` shows which there are."
-    )
+    said = refused(collect_phone(phones, "--device", "Alan"))
+    assert said == f"There is no phone Alan: `{listing}` shows which there are."
 
 
 def test_another_app_is_read(phones: Phones):
@@ -326,17 +333,6 @@ def test_without_xcode_the_only_phone_is_read(others: Phones):
     assert list(rows(collect_phone(others))) == ["a"]
     pulls = [["apps", "pull"], ["apps", "pull"]]
     assert [call[:2] for call in others.calls()] == [["usbmux", "list"], *pulls]
-
-
-@pytest.mark.parametrize("name", ["Grace's iPhone", "0000-1"])
-def test_without_xcode_one_of_several_phones_is_chosen(others: Phones, name: str):
-    write_run(others.add("Ada's iPhone") / "a")
-    write_run(others.add("Grace's iPhone") / "g")
-    assert refused(collect_phone(others)).startswith("Several phones can be reached")
-    assert list(rows(collect_phone(others, "--device", name))) == ["g"]
-    assert refused(collect_phone(others, "--device", "Alan")) == (
-        "There is no phone Alan: `pymobiledevice3 usbmux list` shows which there are."
-    )
 
 
 def test_without_xcode_what_is_wrong_is_said(others: Phones):

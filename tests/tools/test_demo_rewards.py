@@ -29,17 +29,11 @@ def test_the_demo_counts_what_is_right(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, tmp_path: Path
 ):
     find_engine()
-    for name, value in {
-        "HELD_OUT_CASES": 6,
-        "OUT": tmp_path,
-        "MAX_TOKENS": 8,
-        "PROMPTS": 1,
-        "GROUP_SIZE": 3,
-    }.items():
+    small = {"HELD_OUT_CASES": 6, "MAX_TOKENS": 8, "PROMPTS": 1, "GROUP_SIZE": 3}
+    for name, value in (small | {"OUT": tmp_path}).items():
         monkeypatch.setattr(demo_rewards, name, value)
-    demo_rewards.main(
-        ["--model", "demo", "--steps", "2", "--seed", "3", "--seed", "4"], standalone_mode=False
-    )
+    options = ["--model", "demo", "--steps", "2", "--seed", "3", "--seed", "4"]
+    demo_rewards.main(options, standalone_mode=False)
     printed, _ = capfd.readouterr()
     # The demo model never answers in JSON.
     for seed in (3, 4):
