@@ -43,17 +43,13 @@ LENGTH = 24
 TOLERANCE = 1e-4
 
 _FACTORS = [1 + i / 8 for i in range(64)]
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 |= {"original_max_position_embeddings": 16}
 _ROPES: list[Callable[[int], dict[str, Any]]] = [
     lambda pairs: {"rope_type": "default"},
     lambda pairs: {"rope_type": "linear", "factor": 4.0},
     lambda pairs: {"rope_type": "dynamic", "factor": 4.0},
-    lambda pairs: {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
+    lambda pairs: _LLAMA3,
     lambda pairs: {
         "rope_type": "longrope",
         "short_factor": _FACTORS[:pairs],
@@ -176,30 +172,16 @@ BASES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, **_EXPERTS},
     "phi3": {},
 }  # fmt: skip
+_SIGHT = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 14}
+_QWEN = {**_SIGHT, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+_SIGLIP = {**_SIGHT, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28}
 _VISION = {
-    "qwen3_5": {
-        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
-        "out_hidden_size": 64, "patch_size": 14, "spatial_merge_size": 1,
-        "num_position_embeddings": 16,
-    },
-    "gemma3": {
-        "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
-        "num_hidden_layers": 1, "image_size": 28, "patch_size": 14,
-    },
-    "mistral3": {
-        "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
-        "num_hidden_layers": 1, "image_size": 28, "patch_size": 14, "head_dim": 16,
-    },
-    "qwen2_5_vl": {
-        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
-        "out_hidden_size": 64, "patch_size": 14,
-    },
-    "qwen3_vl": {
-        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
-        "out_hidden_size": 64, "patch_size": 14, "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    },
-}  # fmt: skip
+    "qwen3_5": {**_QWEN, "spatial_merge_size": 1, "num_position_embeddings": 16},
+    "gemma3": _SIGLIP,
+    "mistral3": {**_SIGLIP, "head_dim": 16},
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": {**_QWEN, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+}
 _TEXTS = {
     "qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text", "mistral3": "mistral",
     "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3",
@@ -257,19 +239,20 @@ def no_head(config: dict[str, Any], tensors: dict[str, Any]) -> None:
     tensors.pop("lm_head.weight", None)
 
 
+def embedding_of(tensors: dict[str, Any]) -> str:
+    return next(name for name in tensors if name.endswith("embed_tokens.weight"))
+
+
 def other_head(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
-    tensors["lm_head.weight"] = tensors[name].flip(0).contiguous()
+    tensors["lm_head.weight"] = tensors[embedding_of(tensors)].flip(0).contiguous()
 
 
 def same_head(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
-    tensors["lm_head.weight"] = tensors[name].clone()
+    tensors["lm_head.weight"] = tensors[embedding_of(tensors)].clone()
 
 
 def head_alone(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
-    tensors["lm_head.weight"] = tensors.pop(name)
+    tensors["lm_head.weight"] = tensors.pop(embedding_of(tensors))
 
 
 def unknown_key(config: dict[str, Any], tensors: dict[str, Any]) -> None:
@@ -307,7 +290,7 @@ def draw(family: str, seed: int) -> Case:
             keys[name] = default * rng.choice([0.5, 2.0]) or 0.1
     rope: dict[str, Any] = {}
     if rng.random() < 0.5 and not family.startswith(("gemma3", "gemma4")):
-        rope = rng.choice(_ROPES)(8)
+        rope = dict(rng.choice(_ROPES)(8))
         more = _ROPE_KEYS.get(rope["rope_type"], {})
         for name in rng.sample(sorted(more), min(len(more), rng.choice([0, 0, 1, 2]))):
             rope[name] = rng.choice(more[name])
@@ -341,7 +324,7 @@ def configuration(case: Case) -> Any:
         if case.family == "qwen2_5_vl" and not case.rope:
             keys["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 3, 3]}
         config = CONFIG_MAPPING[case.family](
-            text_config=keys, vision_config=_VISION[case.family], tie_word_embeddings=tie
+            text_config=keys, vision_config={**_VISION[case.family]}, tie_word_embeddings=tie
         )
         for each in ("image_token_id", "video_token_id", "vision_start_token_id",
                      "vision_end_token_id", "image_token_index"):  # fmt: skip
@@ -369,12 +352,14 @@ def randomize(model: Any, seed: int) -> None:
     model.tie_weights()
 
 
+def auto_of(is_multimodal: bool) -> Any:
+    several = transformers.AutoModelForImageTextToText
+    return several if is_multimodal else transformers.AutoModelForCausalLM
+
+
 def save(case: Case, folder: Path) -> None:
     config = configuration(case)
-    auto = transformers.AutoModelForCausalLM
-    if case.family in _VISION:
-        auto = transformers.AutoModelForImageTextToText
-    model = auto.from_config(config, dtype=torch.float32)
+    model = auto_of(case.family in _VISION).from_config(config, dtype=torch.float32)
     randomize(model, 0)
     model.save_pretrained(folder)
     file = folder / "config.json"
@@ -395,10 +380,8 @@ def save(case: Case, folder: Path) -> None:
 
 
 def theirs(family: str, folder: Path, tokens: list[int]) -> np.ndarray | None:
-    auto = transformers.AutoModelForCausalLM
-    if (folder / "config.json").read_text().find('"text_config"') >= 0:
-        auto = transformers.AutoModelForImageTextToText
-    config = json.loads((folder / "config.json").read_text())
+    text = (folder / "config.json").read_text()
+    auto, config = auto_of('"text_config"' in text), json.loads(text)
     its = CONFIG_MAPPING[family].from_dict(config)
     with torch.device("meta"):
         size = sum(each.numel() for each in auto.from_config(its).parameters())
@@ -471,10 +454,14 @@ def shrink(case: Case, folder: Path) -> Case:
     return case
 
 
-@pytest.mark.parametrize("family", [*BASES, *_VISION])
-def test_logits_are_those_of_transformers(family: str, tmp_path: Path, record_property):
+@pytest.fixture(scope="module", autouse=True)
+def silent() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize("family", [*BASES, *_VISION])
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path):
     assert outcome(Case(family), tmp_path / "model") == "equal"
     counts: Counter[str] = Counter()
     wrong, reasons = [], Counter()
@@ -486,11 +473,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path, record_pr
         if found.startswith("wrong"):
             least = shrink(case, tmp_path / "model")
             wrong.append(f"{least}: {outcome(least, tmp_path / 'model')}")
-    tried = counts.total() - counts["not a model"]
-    print(
-        f"\n{family}: {tried} tried, {counts['refused']} refused, {counts['equal']} equal, "
-        f"{counts['wrong']} wrong"
-    )
+    print(f"\n{family}: {dict(counts)}")
     if os.environ.get("MESP_MODEL_REASONS"):
         for reason, count in reasons.most_common():
             print(f"  {count} {reason}")
@@ -508,14 +491,10 @@ def test_the_classes_are_those_of_the_installed_transformers():
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_configuration_is_read_as_transformers_reads_it(name: str, tmp_path: Path):
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     base = TABLE[name]["config"]
     family = base["model_type"]
-    auto = transformers.AutoModelForCausalLM
-    if "text_config" in base:
-        auto = transformers.AutoModelForImageTextToText
-    model = auto.from_config(CONFIG_MAPPING[family].from_dict(deepcopy(base)), dtype=torch.float32)
+    config = CONFIG_MAPPING[family].from_dict(deepcopy(base))
+    model = auto_of("text_config" in base).from_config(config, dtype=torch.float32)
     randomize(model, 0)
     model.save_pretrained(tmp_path)
     counts: Counter[str] = Counter()
@@ -531,9 +510,5 @@ def test_a_configuration_is_read_as_transformers_reads_it(name: str, tmp_path: P
             wrong.append(f"{change}: {found}")
         is_none = said.get(json.dumps(change, sort_keys=True)) == "not a model"
         assert found.startswith("not a model") or not is_none, change
-    tried = counts.total() - counts["not a model"]
-    print(
-        f"\n{name}: {tried} tried, {counts['equal']} equal, {counts['refused']} refused, "
-        f"{len(wrong)} wrong"
-    )
+    print(f"\n{name}: {dict(counts)}")
     assert not wrong, "\n".join(wrong)
