@@ -8,6 +8,8 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 
 from helpers.adapters import RANK, write_adapters
-from helpers.commands import HANG, call, command, run, without_privileges
+from helpers.commands import HANG, call, command, run, succeeded, without_privileges
 from helpers.models import TEXT, TINY, write_model
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
@@ -54,15 +56,26 @@ def list_again(bundle: Path) -> None:
     change(bundle / "manifest.json", files=listed)
 
 
+@contextmanager
+def another_tokenizer(bundle: Path) -> Iterator[dict]:
+    file = bundle / "tokenizer.json"
+    value = json.loads(file.read_text())
+    yield value
+    file.write_text(json.dumps(value))
+    list_again(bundle)
+
+
+def finish(line: list[object], **options: object) -> subprocess.CompletedProcess:
+    words = [str(each) for each in line]
+    return subprocess.run(words, capture_output=True, text=True, timeout=HANG, **options)
+
+
 def name_code(folder: Path, harm: Path) -> None:
     (folder / "code.py").write_text(
         HARM.format(str(harm), "PreTrainedTokenizerFast") + "class Tokenizer(Base): pass\n"
     )
-    change(
-        folder / "tokenizer_config.json",
-        tokenizer_class="Tokenizer",
-        auto_map={"AutoTokenizer": [None, "code.Tokenizer"]},
-    )
+    code = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": [None, "code.Tokenizer"]}}
+    change(folder / "tokenizer_config.json", **code)
     code = {"auto_map": {"AutoConfig": "code.Config"}, "model_file": "code.py"}
     change(folder / "config.json", **code)
 
@@ -82,13 +95,9 @@ def test_a_bundle_runs_no_python(bundle: Path, tmp_path: Path, module: str):
     }
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "questions.jsonl").write_text('{"text": "a dog"}\n')
-    done = subprocess.run(
-        command(module, bundle, *arguments[module]),
-        input="y\ny\n",
-        capture_output=True,
-        text=True,
-        env=os.environ | {"HF_HOME": str(tmp_path / "cache")},
-    )
+    environment = os.environ | {"HF_HOME": str(tmp_path / "cache")}
+    line = command(module, bundle, *arguments[module])
+    done = finish(line, input="y\ny\n", env=environment)
     assert not harm.exists()
     assert done.returncode == 2
     assert "it is Python code, which is not run" in done.stderr.splitlines()[-1]
@@ -108,13 +117,13 @@ TOKENIZERS = {
 def test_a_tokenizer_that_is_not_in_order_is_a_sentence(
     bundle: Path, capfd: pytest.CaptureFixture, what: str
 ):
-    entries = dict(TOKENIZERS[what])
-    if what.startswith("a template") or "model_max_length" in entries:
-        change(bundle / "tokenizer_config.json", **entries)
+    entries = TOKENIZERS[what]
+    if "normalizer" in entries:
+        with another_tokenizer(bundle) as tokenizer:
+            tokenizer |= entries
     else:
-        file = bundle / "tokenizer.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | entries))
-    list_again(bundle)
+        change(bundle / "tokenizer_config.json", **entries)
+        list_again(bundle)
     said = refused("generate", bundle, "--prompt", "a")
     assert "cannot be tokenized: " in said or "cannot be loaded: " in said
     assert "\x1b" not in said
@@ -124,28 +133,20 @@ def test_a_tokenizer_that_is_not_in_order_is_a_sentence(
 def test_a_tokenizer_takes_no_memory_by_the_sizes_of_its_model(bundle: Path, entries: dict):
     change(bundle / "config.json", **entries)
     list_again(bundle)
-    arguments = command("generate", bundle, "--prompt", "a", "--max-tokens", 1)
-    subprocess.run(arguments, capture_output=True, check=True, timeout=HANG)
+    succeeded(finish(command("generate", bundle, "--prompt", "a", "--max-tokens", 1)))
 
 
 def test_a_tokenizer_takes_no_memory_by_the_ids_of_its_tokens(bundle: Path):
-    file = bundle / "tokenizer.json"
-    value = json.loads(file.read_text())
-    value["model"]["vocab"]["far"] = 4_000_000_000
-    file.write_text(json.dumps(value))
-    list_again(bundle)
-    arguments = command("generate", bundle, "--prompt", "far", "--max-tokens", 1)
-    subprocess.run(arguments, capture_output=True, check=True, timeout=HANG)
+    with another_tokenizer(bundle) as tokenizer:
+        tokenizer["model"]["vocab"]["far"] = 4_000_000_000
+    succeeded(finish(command("generate", bundle, "--prompt", "far", "--max-tokens", 1)))
 
 
 def test_a_token_that_the_tokenizer_lacks_is_a_sentence(bundle: Path):
-    file = bundle / "tokenizer.json"
-    value = json.loads(file.read_text())
     pieces = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
-    value["decoder"] = {"type": "Sequence", "decoders": [*pieces, *BYTES_AND_FUSE]}
-    value["model"] |= {"vocab": {"a": 0}, "merges": []}
-    file.write_text(json.dumps(value))
-    list_again(bundle)
+    with another_tokenizer(bundle) as tokenizer:
+        tokenizer["decoder"] = {"type": "Sequence", "decoders": [*pieces, *BYTES_AND_FUSE]}
+        tokenizer["model"] |= {"vocab": {"a": 0}, "merges": []}
     said = refused("generate", bundle, "--prompt", "a", "--max-tokens", 9, "--temp", 9, "--no-chat")
     assert "is not in the tokenizer's vocabulary" in said
 
@@ -169,13 +170,11 @@ def test_what_a_tokenizer_reads_lies_in_the_bundle(
 
 
 def test_what_a_model_writes_does_not_control_a_terminal(bundle: Path):
-    file = bundle / "tokenizer.json"
-    value = json.loads(file.read_text())
     escape = chr(256 + 27)  # the escape character in byte-level BPE's alphabet
-    vocabulary = {t if t == "a" else t + escape: i for t, i in value["model"]["vocab"].items()}
-    value["model"] |= {"vocab": vocabulary, "merges": []}
-    file.write_text(json.dumps(value))
-    list_again(bundle)
+    with another_tokenizer(bundle) as tokenizer:
+        names = tokenizer["model"]["vocab"].items()
+        vocabulary = {name if name == "a" else name + escape: number for name, number in names}
+        tokenizer["model"] |= {"vocab": vocabulary, "merges": []}
     arguments = command("generate", bundle, "--prompt", "a", "--max-tokens", 4, "--no-chat")
     done = subprocess.run(arguments, capture_output=True, check=True)
     assert b"\x1b" in done.stdout
@@ -272,21 +271,18 @@ def test_a_low_limit_of_open_files_is_no_error(bundle: Path, adapters: Path, tmp
         without_privileges()
 
     options = ("--adapters", adapters, "--out", tmp_path / "fused")
-    asked = command("fuse", bundle, *options)
-    done = subprocess.run(asked, capture_output=True, text=True, preexec_fn=limited)
-    assert done.returncode == 0, done.stderr
+    succeeded(finish(command("fuse", bundle, *options), preexec_fn=limited))
 
 
 def test_an_import_that_fails_is_a_sentence(bundle: Path, adapters: Path, tmp_path: Path):
     (tmp_path / "mlx_lm.py").write_text("raise ValueError('not here\\nand not there')\n")
     asked = command("fuse", bundle, "--adapters", adapters, "--out", tmp_path / "fused")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(asked, capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "Error: mlx-lm cannot be imported (not here); install this package again, with its "
-        "dependencies.\n",
+    done = finish(asked, env=environment)
+    said = (
+        "mlx-lm cannot be imported (not here); install this package again, with its dependencies."
     )
+    assert (done.returncode, done.stderr) == (2, f"Error: {said}\n")
     assert not (tmp_path / "fused").exists()
 
 
@@ -380,20 +376,20 @@ def test_a_bundle_written_again_names_no_code(bundle: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("entries", "said"),
+    "entries",
     [
-        ({"num_hidden_layers": 10**9}, "does not describe the bundle's model"),
-        ({"hidden_size": 64}, "does not describe the bundle's model"),
-        ({"model_type": "deepseek_v3"}, "does not describe the bundle's model"),
-        ({"rope_theta": "x"}, "does not describe the bundle's model"),
+        {"num_hidden_layers": 10**9},
+        {"hidden_size": 64},
+        {"model_type": "deepseek_v3"},
+        {"rope_theta": "x"},
     ],
+    ids=str,
 )
-def test_a_configuration_of_another_model_is_refused(
-    bundle: Path, adapters: Path, entries: dict, said: str
-):
+def test_a_configuration_of_another_model_is_refused(bundle: Path, adapters: Path, entries: dict):
     change(bundle / "config.json", **entries)
     list_again(bundle)
-    assert said in refused(*fuse(bundle, adapters), "--val-batches", 0)
+    said = refused(*fuse(bundle, adapters), "--val-batches", 0)
+    assert "does not describe the bundle's model" in said
 
 
 @pytest.mark.parametrize("what", ["token", "example", "no target"])
@@ -686,9 +682,9 @@ def test_a_manifest_has_the_digest_of_each_file(bundle: Path, adapters: Path, di
 def test_a_log_that_is_a_pipe_is_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "metrics.jsonl")
     code = "import pathlib, sys, mesp.runs.log as log; log.RunLog.load(pathlib.Path(sys.argv[1]))"
-    line = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=HANG)
-    assert "MespError" in done.stderr and "is not a regular file" in done.stderr
+    line = [sys.executable, "-c", code, tmp_path]
+    said = finish(line).stderr
+    assert "MespError" in said and "is not a regular file" in said
 
 
 def test_new_data_goes_through_no_link(bundle: Path, exported: Path, tmp_path: Path):
@@ -715,10 +711,15 @@ def test_an_unfinished_folder_that_is_a_link_is_not_followed(tmp_path: Path):
     assert [path.name for path in kept.iterdir()] == ["file"]
 
 
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    file = tmp_path / "kept"
+    file.write_text("kept")
+    return file
+
+
 @pytest.mark.parametrize("name", [".figures.json.partial", "figures.json"])
-def test_figures_are_written_through_no_link(exported: Path, tmp_path: Path, name: str):
-    kept = tmp_path / "kept"
-    kept.write_text("kept")
+def test_figures_are_written_through_no_link(exported: Path, tmp_path: Path, kept: Path, name: str):
     (tmp_path / name).symlink_to(kept)
     (tmp_path / "questions.jsonl").write_text('{"text": "a dog"}\n')
     figures = tmp_path / "figures.json"
@@ -727,10 +728,9 @@ def test_figures_are_written_through_no_link(exported: Path, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", ["settings.json", ".settings.json.partial"])
-def test_settings_are_written_through_no_link(bundle: Path, tmp_path: Path, name: str):
-    kept, output = tmp_path / "kept", tmp_path / "run"
+def test_settings_are_written_through_no_link(bundle: Path, tmp_path: Path, kept: Path, name: str):
+    output = tmp_path / "run"
     output.mkdir()
-    kept.write_text("kept")
     (output / name).symlink_to(kept)
     call("train", bundle, "--steps", 1, "--seq-len", 8, "--out", output)
     assert kept.read_text() == "kept"
@@ -762,8 +762,7 @@ def test_the_engine_saves_no_adapters_through_a_link(bundle: Path, tmp_path: Pat
     elsewhere.mkdir()
     (output / "adapters").symlink_to(elsewhere)
     (tmp_path / "settings.json").write_text(json.dumps(settings))
-    line = [find_engine(), tmp_path / "settings.json"]
-    done = subprocess.run(line, capture_output=True, text=True)
+    done = finish([find_engine(), tmp_path / "settings.json"])
     assert done.returncode == 2 and "it is a symbolic link" in done.stdout + done.stderr
     assert not list(elsewhere.iterdir())
 

@@ -16,15 +16,14 @@ from unittest.mock import Mock
 import numpy as np
 import pyarrow.parquet
 import pytest
-from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from helpers.chat_templates import SPECIAL
+from helpers.commands import call
 from helpers.federations import federation
 from helpers.paths import DEMO_MODEL
-from mesp.commands.export import main as export
 from mesp.data.fields import KEYS, NEVER_CONTENT
 from mesp.data.load import DataOptions, load, load_additional
 from mesp.data.sources import Selection
@@ -263,11 +262,15 @@ def shown(split: Any, tokenizer: Any) -> list[str]:
     return found
 
 
+def loaded(path: Path, tokenizer: Any = CHAT, **options: Any) -> Any:
+    size = len(tokenizer.get_vocab())
+    return load(str(path), tokenizer, 256, size, DataOptions(**options))
+
+
 def read(tmp_path: Path, records: list[dict], tokenizer: Any = CHAT, **options: Any) -> list[str]:
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in records))
-    chosen = DataOptions(hold_out=options.pop("hold_out", 0), **options)
-    splits = load(str(path), tokenizer, 256, len(tokenizer.get_vocab()), chosen)
+    splits = loaded(path, tokenizer, **{"hold_out": 0, **options})
     return shown(splits["train"], tokenizer)
 
 
@@ -290,14 +293,8 @@ def assistant(content: str, **others: Any) -> dict:
         ({"instruction": "A.", "input": " ", "output": "c"}, "A.", ["c"]),
         ({"instruction": "A.", "output": "c", "id": 1}, "A.", ["c"]),
         (
-            {
-                "instruction": "A.",
-                "input": "b",
-                "output": "c",
-                "text": "Do: A.\nAnd: b\nSay: c",
-            },
-            "A.\n\nb",
-            ["c"],
+            {"instruction": "A.", "input": "b", "output": "c", "text": "Do: A.\nAnd: b\nSay: c"},
+            *("A.\n\nb", ["c"]),
         ),
         ({"instruction": "A.", "context": "b", "response": "c"}, "A.\n\nb", ["c"]),
     ],
@@ -369,7 +366,7 @@ def test_nulls_are_kept_as_in_json_and_left_out_as_in_a_table(tmp_path):
     )
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), path)
-    table = load(str(path), CHAT, 256, len(CHAT.get_vocab()), DataOptions(hold_out=0))["train"]
+    table = loaded(path, hold_out=0)["train"]
     assert '"arguments": {"l": [1, null], "o": {}}' in shown(table, CHAT)[0]
 
 
@@ -383,21 +380,15 @@ def test_template_options_are_remembered(tmp_path, caplog):
     for each, encoding in (
         (records[:2], {"chat_template_kwargs": {"mood": "!"}}),
         (records, {}),
-        (records[:0] or [{"prompt": "a", "completion": "b"}], {}),
+        ([{"prompt": "a", "completion": "b"}], {}),
     ):
         read(tmp_path, each, tokenizer)
-        size = len(tokenizer.get_vocab())
-        options = DataOptions(hold_out=0)
-        split = load(str(tmp_path / "data.jsonl"), tokenizer, 256, size, options)["train"]
+        split = loaded(tmp_path / "data.jsonl", tokenizer, hold_out=0)["train"]
         assert split.encoding == encoding
     assert 'Records differ in "chat_template_kwargs"' in caplog.text
     (plain,) = read(tmp_path, [{"prompt": "a", "completion": "b"}], tokenizer)
-    (kept,) = read(
-        tmp_path,
-        [{"prompt": "a", "completion": "b"}],
-        tokenizer,
-        chat_template_kwargs={"mood": "!"},
-    )
+    loud = {"chat_template_kwargs": {"mood": "!"}}
+    (kept,) = read(tmp_path, [{"prompt": "a", "completion": "b"}], tokenizer, **loud)
     assert "a!" in kept and "a!" not in plain
 
 
@@ -423,13 +414,12 @@ def test_no_option_of_the_template_is_set_that_nobody_gives(tmp_path):
 def test_what_cannot_be_read_is_said_truly(tmp_path, name, content, said):
     (tmp_path / name).write_text(content)
     with pytest.raises(MespError, match=said):
-        load(str(tmp_path / name), CHAT, 256, 3000)
+        loaded(tmp_path / name)
 
 
 def test_a_system_message_that_the_template_drops_goes_to_the_user(tmp_path):
-    tokenizer = tokenizer_of(
-        CHAT.chat_template.replace("in messages", "in messages if m.role != 'system'"), False
-    )
+    template = CHAT.chat_template.replace("in messages", "in messages if m.role != 'system'")
+    tokenizer = tokenizer_of(template, False)
     messages = [{"role": "system", "content": "s"}, user("a"), assistant("b")]
     with pytest.raises(MespError, match="write it at the beginning of the user's message"):
         read(tmp_path, [{"messages": messages}], tokenizer)
@@ -446,17 +436,15 @@ def test_labels_that_are_held_out_are_said_to_be(tmp_path):
 def test_line_ends_of_a_files_own_text_are_line_feeds(tmp_path):
     (tmp_path / "a.csv").write_bytes(b'prompt,completion\r\n"a\r\nb",c\r\n,\r\n')
     (tmp_path / "a.jsonl").write_text('{"prompt": "a\\r\\nb", "completion": "c"}')
-    texts = {}
-    for name in ("a.csv", "a.jsonl"):
-        path, size = str(tmp_path / name), len(CHAT.get_vocab())
-        texts[name] = shown(load(path, CHAT, 256, size, DataOptions(hold_out=0))["train"], CHAT)
-    assert texts == {"a.csv": [ASKED.format("a\nb", "c")], "a.jsonl": [ASKED.format("a\r\nb", "c")]}
+    for name, asked in (("a.csv", "a\nb"), ("a.jsonl", "a\r\nb")):
+        split = loaded(tmp_path / name, hold_out=0)["train"]
+        assert shown(split, CHAT) == [ASKED.format(asked, "c")]
 
 
 def test_what_systems_put_into_folders_is_no_data(tmp_path):
     (tmp_path / "Thumbs.db").write_bytes(b"\xd0\xcf")
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 2)
-    assert load(str(tmp_path), CHAT, 256, len(CHAT.get_vocab()))
+    assert loaded(tmp_path)
 
 
 @pytest.mark.parametrize("has_splits", [False, True])
@@ -466,14 +454,13 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path, has_splits):
     made = datasets.Dataset.from_list(rows)
     made = datasets.DatasetDict(train=made, validation=made) if has_splits else made
     made.save_to_disk(str(tmp_path / "saved"))
-    size = len(CHAT.get_vocab())
-    splits = load(str(tmp_path / "saved"), CHAT, 256, size, DataOptions(hold_out=0))
+    splits = loaded(tmp_path / "saved", hold_out=0)
     assert [*splits] == ["train", "valid"][: 1 + has_splits]
     assert shown(splits["train"], CHAT) == [ASKED.format(f"a{i}", "b") for i in range(3)]
     state = next((tmp_path / "saved").rglob("state.json"))
     state.write_text(state.read_text().replace('"data-', '"../../data-'))
     with pytest.raises(MespError, match="names a file outside of it"):
-        load(str(tmp_path / "saved"), CHAT, 256, size)
+        loaded(tmp_path / "saved")
 
 
 def test_ordinary_thoughts_are_no_control_tokens(tmp_path, caplog):
@@ -502,9 +489,7 @@ def test_prompts_are_encoded_as_the_bundles_data(tmp_path, caplog, monkeypatch):
     record = {"prompt": "a", "completion": "b", "chat_template_kwargs": {"mood": "loud"}}
     path.write_text(f"{json.dumps(record)}\n" * 3)
     bundle = tmp_path / "bundle.mesp"
-    arguments = ["--model", model, "--data", path, "--seq-len", "64", "--out", bundle]
-    exported = CliRunner().invoke(export, list(map(str, arguments)), catch_exceptions=False)
-    assert exported.exit_code == 0, exported.output
+    call("export", "--model", model, "--data", path, "--seq-len", 64, "--out", bundle)
     encoding = json.loads((bundle / "manifest.json").read_text())["encoding"]
     assert encoding == {"chat_template_kwargs": {"mood": "loud"}}
     tokenizer = load_tokenizer(bundle)

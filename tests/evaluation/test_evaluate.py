@@ -149,18 +149,14 @@ def test_log_likelihoods_are_mlx_lms(bundle: Path, adapters: Path, tuned: bool):
 def test_a_bad_request_is_one_sentence(bundle: Path, tmp_path: Path, line: str, said: str):
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps({"bundle": str(bundle), "adapters": []}))
-    done = subprocess.run(
-        [find_engine(), "evaluate", settings], input=line + "\n", capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert said in done.stderr
+    engine = [find_engine(), "evaluate", settings]
+    done = subprocess.run(engine, input=line + "\n", capture_output=True, text=True)
+    refused(done, said, bundle)
 
 
 def test_perplexity_is_mlx_lms(bundle: Path, adapters: Path, tmp_path: Path):
-    found, results = evaluate(
-        bundle, [{"text": text} for text in TEXTS], tmp_path, "--adapters", adapters,
-        "--max-length", 32,
-    )  # fmt: skip
+    options = ("--adapters", adapters, "--max-length", 32)
+    found, results = evaluate(bundle, [{"text": text} for text in TEXTS], tmp_path, *options)
     tokenizer = load_bundle_tokenizer(bundle)
     for folder in (None, str(adapters)):
         model, total, count = mlx_lms(bundle, folder), 0.0, 0
@@ -185,10 +181,8 @@ def test_the_sum_of_several_adapters_is_measured(bundle: Path, adapters: Path, t
     other = write_adapters(tmp_path / "other", bundle, 0.02, rank=3, seed=2, without=("q_proj",))
     options = ("--adapters", f"{adapters},{other}", "--weights", "0.7,2", "--no-base")
     _, results = evaluate(bundle, [{"text": TEXTS[0]}], tmp_path, *options)
-    tokenizer, model = (
-        load_bundle_tokenizer(bundle),
-        with_weighted_sum(bundle, {adapters: 0.7, other: 2.0}),
-    )
+    tokenizer = load_bundle_tokenizer(bundle)
+    model = with_weighted_sum(bundle, {adapters: 0.7, other: 2.0})
     tokens = [tokenizer.eos_token_id, *tokenizer.encode(TEXTS[0])]
     expected = math.exp(-theirs(model, tokens, 1)[0] / (len(tokens) - 1))
     found = results["perplexity", f"0.7 * {adapters} + 2 * {other}"]
@@ -215,10 +209,8 @@ def test_choices_are_mlx_lms(bundle: Path, tmp_path: Path, chat: bool):
         lengths = [len(choice.strip()) for choice in choices]
         answer = record["answer"]
         answer = choices.index(answer) if isinstance(answer, str) else answer
-        for name, values in (
-            ("acc", scores),
-            ("acc_norm", [s / n for s, n in zip(scores, lengths, strict=True)]),
-        ):
+        by_length = [score / n for score, n in zip(scores, lengths, strict=True)]
+        for name, values in (("acc", scores), ("acc_norm", by_length)):
             right[name].append(values.index(max(values)) == answer)
     for name, each in right.items():
         assert results[name, None]["value"] == sum(each) / len(each)
@@ -300,11 +292,8 @@ def test_answers_do_not_depend_on_how_many_are_written_together(
 
 
 def test_conversations_go_through_the_template(bundle: Path, tmp_path: Path):
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": "Hi"},
-    ]
+    said = (("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi"))
+    messages = [{"role": role, "content": content} for role, content in said]
     found, _ = evaluate(bundle, [{"messages": messages}], tmp_path, "--max-tokens", 8)
     tokenizer, model = load_bundle_tokenizer(bundle), mlx_lms(bundle, None)
     prompt = "system: Be brief.\nuser: Hello\nassistant:"
@@ -446,6 +435,8 @@ def test_ctrl_c_while_it_loads_is_silent(
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+LONG_CHOICE = json.dumps({"prompt": "a", "choices": [" b", " war" * 2000], "answer": 0})
+EQUAL = '"choices" of which two are equal'
 BAD_RECORDS = {
     "no JSON": ("{", "Line 1 of {} is not JSON."),
     "no object": ("[1]", "Record 1 of {} is not an object"),
@@ -464,14 +455,8 @@ BAD_RECORDS = {
     "no token": ('{"prompt": "a", "choices": ["b", "c"], "answer": 0}', "begin it with a space"),
     "nested": ("[" * 100_000, "{} is not JSON."),
     "half a character": ('{"text": "\\ud83d"}', "Line 1 of {} has half a character"),
-    "equal choices": (
-        '{"prompt": "a", "choices": [" b", " b"], "answer": 1}',
-        '"choices" of which two are equal',
-    ),
-    "long": (
-        json.dumps({"prompt": "a", "choices": [" b", " war" * 2000], "answer": 0}),
-        "Line 1 of {}: a choice has",
-    ),
+    "equal choices": ('{"prompt": "a", "choices": [" b", " b"], "answer": 1}', EQUAL),
+    "long": (LONG_CHOICE, "Line 1 of {}: a choice has"),
 }  # fmt: skip
 
 
@@ -507,15 +492,13 @@ def test_bad_records_are_named(bundle: Path, tmp_path: Path, kind: str):
     ],
 )
 def test_bad_options_are_one_sentence(bundle: Path, tmp_path: Path, options: list, said: str):
+    messages = [{"role": role, "content": "a"} for role in ("user", "assistant")]
     places = {
         "DATA": write(tmp_path / "data.jsonl", QUESTIONS),
         "TASKS": write(tmp_path / "tasks.jsonl", TASKS),
         "PIPE": tmp_path / "pipe",
         "TEXTS": write(tmp_path / "texts.jsonl", [{"text": "a"}]),
-        "TALKS": write(
-            tmp_path / "talks.jsonl",
-            [{"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}],
-        ),
+        "TALKS": write(tmp_path / "talks.jsonl", [{"messages": messages}]),
     }
     os.mkfifo(places["PIPE"])
     typed = [places.get(option, option) for option in options]
