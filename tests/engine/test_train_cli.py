@@ -32,7 +32,7 @@ SPLIT = {"file": "data/train.bin", "tokens": 5000}
 MANIFEST |= {"data": {split: SPLIT for split in ("train", "valid", "test")}}
 OWN = {"reward": None, "dp_delta": 1e-5, "replay_text": None, "general_text": None}
 OWN |= {"optimizer": "adamw8bit", "learning_rate": 0.007 / ARCHITECTURE.hidden_size**0.5}
-OTHERS_WRITE = {"data", "first_step", "proximal_mu", "stop", "replay", "general", "order"}
+OTHERS_WRITE = {"data", "epochs", "first_step", "proximal_mu", "stop", "replay", "general", "order"}
 # tests/project/test_generated.py compares the declared defaults with the document.
 DEFAULTS = {
     each.key: each.default

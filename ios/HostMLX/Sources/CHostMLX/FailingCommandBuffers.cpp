@@ -161,14 +161,20 @@ void allocate(size_t bytes) {
     if (!is_on || bytes <= 8 || !host::has_entered) {
         return;
     }
-    const std::lock_guard lock(mutex);
-    if (!rules.of_allocations) {
-        return;
+    {
+        const std::lock_guard lock(mutex);
+        if (!rules.of_allocations) {
+            return;
+        }
+        buffers += 1;
+        if (!fails()) {
+            return;
+        }
     }
-    buffers += 1;
-    if (fails()) {
-        throw std::runtime_error("[malloc] Unable to allocate " + std::to_string(bytes) + " bytes.");
-    }
+    // The operation that needs the memory may already compute some of its arrays, which are freed when it throws. A command buffer keeps them until it
+    // completes, but the CPU's thread does not (cpu/eval.cpp:58).
+    mx::synchronize(mx::default_stream(mx::Device::cpu));
+    throw std::runtime_error("[malloc] Unable to allocate " + std::to_string(bytes) + " bytes.");
 }
 
 const void *data_never_computed(const mx::array &a) {

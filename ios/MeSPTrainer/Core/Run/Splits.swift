@@ -153,7 +153,7 @@ extension RunSettings {
             throw MeSPError("The epochs take more than the \(Self.maxSteps) steps of a run; lower them.")
         }
         // The factor takes back what rounding adds to a whole number of steps.
-        (steps, self.epochs) = (max(1, Int((needed * (1 - 1e-12)).rounded(.up))), nil)
+        (steps, self.epochs) = (max(1, Int(whole: (needed * (1 - 1e-12)).rounded(.up))), nil)
         try check()
     }
 }
