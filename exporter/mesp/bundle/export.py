@@ -145,7 +145,7 @@ def prepare_export(model: str, out: StrPath | None, given: ExportArguments) -> E
         seq_lens=seq_lens,
         ranks=ranks,
         quantizations=quantizations,
-        dtype=weights.dtype or DTYPE,
+        dtype=choose_dtype(weights),
         seed=given.seed,
         overwrite=given.overwrite,
         quantize=given.quantize,
@@ -243,6 +243,10 @@ def rewrite(
     check_rank(max(options.ranks), has.architecture)
     rewrite_bundle(old, options, progress)
     return Bundle(options.out)
+
+
+def choose_dtype(weights: Weights) -> str:
+    return weights.dtype or DTYPE
 
 
 def sort_numbers(numbers: int | Sequence[int]) -> list[int]:
