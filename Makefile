@@ -162,6 +162,8 @@ test-ledger: ledger
 test-slow: engine-and-tests $(FIXTURES).ready
 	@echo "== A long run"
 	$(BIN)/python -m pytest -q -m growth tests/engine/test_memory.py
+	@echo "== The calls from a step to a product"
+	$(BIN)/python -m pytest -q -m calls tests/test_library.py
 	@echo "== 10,000 damaged files of each kind"
 	MESP_FUZZ_CASES=10000 $(PYTEST) tests/test_fuzz.py
 	@echo "== Tests of the commands as a wheel installs them"

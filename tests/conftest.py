@@ -35,6 +35,7 @@ settings.load_profile("mesp")
 # The marks of tests that take long or need a large package, and the subjects of these tests. Such a
 # test runs only if -m names its mark, as in `make test-slow`.
 ON_REQUEST = {
+    "calls": "the calls from a step to a product, which gdb reads",
     "federate": "federated rounds in Flower",
     "harness": "the tasks of lm-evaluation-harness",
     "growth": "the footprint of a run of 2,000 steps",

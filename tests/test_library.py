@@ -197,7 +197,7 @@ def test_only_devices_and_schedules_know_where_they_run():
     assert [(name, line) for name, line in found if name not in asked] == []
 
 
-@pytest.mark.slow
+@pytest.mark.calls
 @pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb reads the calls")
 def test_a_product_is_few_calls_from_a_step(tmp_path: Path):
     folder = ROOT / ".build" / "calls"
