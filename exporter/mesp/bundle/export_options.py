@@ -12,20 +12,20 @@ from mesp.quantization.choose import Quantizations
 class ExportArguments:
     """The options of `mesp.export`, which documents each."""
 
-    data: str | None = None
-    data_options: DataOptions | None = None
-    seq_len: int | Sequence[int] = 256
-    rank: int | Sequence[int] = 8
-    mode: str | None = None
-    bits: int | None = None
-    group_size: int | None = None
-    head_bits: int | None = None
-    quantize: str = "least-squares"
-    calibrate: str | None = None
-    random_weights: bool = False
-    layers: int | None = None
-    seed: int = 0
-    overwrite: bool = False
+    data: str | None
+    data_options: DataOptions | None
+    seq_len: int | Sequence[int]
+    rank: int | Sequence[int]
+    mode: str | None
+    bits: int | None
+    group_size: int | None
+    head_bits: int | None
+    quantize: str
+    calibrate: str | None
+    random_weights: bool
+    layers: int | None
+    seed: int
+    overwrite: bool
 
 
 @dataclass(frozen=True)
