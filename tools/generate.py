@@ -42,6 +42,7 @@ TYPES = {
     "seed": "UInt64",
     "stop": "[Int]",
     "beta1": "Double",
+    "blocks_per_step": "Double",
     "beta2": "Double",
     "epochs": "Double",
     "replay_share": "Double",

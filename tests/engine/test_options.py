@@ -227,6 +227,16 @@ CASES = {
     "clipping that need not": (("--max-grad-norm", 1e4), Recipe(SGD(RATE), max_grad_norm=1e4)),
     "projections": (("--projections", "q,v"), Recipe(SGD(RATE), projections=("q", "v"))),
     "layers": (("--num-layers", 2), Recipe(SGD(RATE), num_layers=2)),
+    "some of the blocks a step": (
+        ("--blocks-per-step", 0.5, "--momentum", 0.9, "--weight-decay", 0.1),
+        Recipe(SGD(RATE, momentum=0.9, weight_decay=0.1), blocks_per_step=0.5),
+    ),
+    "some of the last blocks a step, clipped, on disk": (
+        ("--blocks-per-step", 0.3, "--num-layers", 3, "--optimizer", "adamw8bit", "--offload",
+         "all", "--max-grad-norm", 0.5, "--grad-accumulation-steps", 2, "--seed", 3, *SLOW),
+        Recipe(AdamW8bit(1e-3), blocks_per_step=0.3, num_layers=3, sequences=2, max_grad_norm=0.5,
+               seed=3),
+    ),
     "B alone": (
         ("--freeze-a", "--max-grad-norm", 0.5),
         Recipe(SGD(RATE), freeze_a=True, max_grad_norm=0.5),

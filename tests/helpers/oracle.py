@@ -27,6 +27,7 @@ class Recipe:
     max_grad_norm: float | None = None
     projections: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     num_layers: int | None = None
+    blocks_per_step: float | None = None
     freeze_a: bool = False
     dropout: float = 0.0
     scale: float = ALPHA / RANK
@@ -114,6 +115,7 @@ class Oracle:
         trained = Trained(parameters, parameters)
         gradient = mx.value_and_grad(self.loss)
         taken = 0
+        blocks = sorted({int(name.split(".")[2]) for name in parameters})
         for step in range(steps):
             records = []
             for _ in range(recipe.sequences):
@@ -126,10 +128,16 @@ class Oracle:
             loss, gradients = gradient(parameters, records, recipe.scale, own)
             if recipe.freeze_a:
                 gradients = {n: each * n.endswith("lora_b") for n, each in gradients.items()}
+            if share := recipe.blocks_per_step:
+                drawn = reference.draw_blocks(blocks, share, recipe.seed, step)
+                gradients = {n: g for n, g in gradients.items() if int(n.split(".")[2]) in drawn}
             if recipe.max_grad_norm:
                 gradients, norm = optim.clip_grad_norm(gradients, recipe.max_grad_norm)
                 trained.norms.append(norm.item())
             of_b = recipe.optimizer_of_b or recipe.optimizer
+            if step == 0:
+                recipe.optimizer.init(parameters)
+                of_b.init(parameters)
             for optimizer in {id(each): each for each in (recipe.optimizer, of_b)}.values():
                 its = {
                     name: gradient

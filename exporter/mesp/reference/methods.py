@@ -276,6 +276,22 @@ def mezo_step(
     return (loss_plus + loss_minus) / 2
 
 
+def draw_blocks(trained: Sequence[int], share: float, seed: int, step: int) -> Sequence[int]:
+    """Returns the blocks that `step` (from 0) updates, of those that are trained.
+
+    `share` cuts the blocks into groups of neighbours of about the same size. Each group has a turn
+    in every round, in an order drawn from the seed.
+    """
+    most = max(1, math.floor(share * len(trained) + 0.5))
+    groups = -(-len(trained) // most)
+    start = step // groups * groups
+    order = sorted(
+        range(groups), key=lambda group: scattered((scattered(seed) + start + group) % 2**64)
+    )
+    group = order[step - start]
+    return trained[group * len(trained) // groups : (group + 1) * len(trained) // groups]
+
+
 def step_window(step: int, seed: int, windows: int) -> int:
     """Returns the index of the window that `step` (from 0) trains on.
 

@@ -91,6 +91,12 @@ class TrainSettings(Settings):
         int, None, "Number of blocks to train, the model's last.", least=1, federated=True,
         default_text="all",
     )  # fmt: skip
+    blocks_per_step: float | None = setting(
+        float, None,
+        "Share of these blocks that an update trains; groups of neighbours take turns (after "
+        "LCSB, arXiv:2602.13073).",
+        above=0, below=1, federated=True, only_with=("method", ("mesp",)), default_text="all",
+    )  # fmt: skip
     lora_dtype: str = setting(
         str, "float32",
         "Type of the adapters; bfloat16 takes half the memory and rounds stochastically.",

@@ -123,7 +123,7 @@ import MeSPSentences
             }
         }
 
-        @Test(arguments: plain, ["mebp", "mezo", "adamw8bit", "clipped", "together", "kept", "offloaded"])
+        @Test(arguments: plain, ["mebp", "mezo", "adamw8bit", "clipped", "together", "kept", "offloaded", "drawn"])
         func aStepOfAnyKindIsTheSame(_ folder: URL, _ kind: String) throws {
             var plan = Plan(tileBytes: 1 << 20)
             if kind == "together" { plan.order = .blocks }
@@ -137,6 +137,7 @@ import MeSPSentences
                 case "adamw8bit": ($0.optimizer, $0.loraDtype) = (.adamw8bit, .bfloat16)
                 case "clipped": ($0.maxGradNorm, $0.momentum) = (1e-3, 0.9)
                 case "together": $0.optimizer = .adamw
+                case "drawn": ($0.blocksPerStep, $0.optimizer) = (0.5, .adamw)
                 case "offloaded": ($0.numLayers, $0.momentum) = (2, 0.9)
                 default: break
                 }

@@ -16,6 +16,8 @@ package struct Block {
     let layout: LoRALayout
     let scale: Float
     var schedule: Schedule
+    /// The matrices of the adapters whose gradients the backward pass computes.
+    var wanted: LoRALinear.Wanted
     var keptLayers: [Projection: LoRALinear]?
     package var side: SideInputs
     /// The position in the sequence of the first token of x. Dropout's masks depend on it.
@@ -29,6 +31,7 @@ package struct Block {
     ) {
         (self.weights, self.lora, self.layout, self.scale, self.schedule) = (weights, lora, layout, scale, schedule)
         self.side = side
+        wanted = layout.freezesA ? .b : .all
     }
 
     func records(_ length: Int) -> [Range<Int>] { side.records ?? [0..<length] }

@@ -21,7 +21,7 @@ extension Block {
             let g = weights.mlpGate
             let w = g.map { factor($0, mlpIn) }
             let kept = intermediates.gate.flatMap { gate in intermediates.up.map { (gate[rows], $0[rows]) } }
-            let d = tiled(gatedMLP).backward(mlpIn, kept: kept, dy: dMlpOut, w: w, wantsA: wantsA)
+            let d = tiled(gatedMLP).backward(mlpIn, kept: kept, dy: dMlpOut, w: w, wanted: wanted)
             gradients.add(d.gradients)
             dMlpIn = schedule.stage(d.dx, d.gradients).0
             // w = σ(z), z = x gᵀ:  dz = w (1 − w) dw,  dx += dz g
@@ -91,10 +91,8 @@ extension Block {
         _ name: Projection, _ input: MLXArray, dy: MLXArray, wantsDx: Bool, addedTo sum: MLXArray?,
         _ gradients: inout LoRAGradients
     ) -> MLXArray? {
-        let d = linear(name).backward(input, dy: dy, wantsA: wantsA, wantsDx: wantsDx, addedTo: sum)
+        let d = linear(name).backward(input, dy: dy, wanted: wanted, wantsDx: wantsDx, addedTo: sum)
         (gradients.a[name], gradients.b[name], gradients.m[name]) = (d.dA, d.dB, d.dG)
         return d.dx
     }
-
-    var wantsA: Bool { !layout.freezesA }
 }

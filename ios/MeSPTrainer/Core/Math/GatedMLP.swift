@@ -112,16 +112,19 @@ extension GatedMLP {
     }
 
     func addTerms(
-        of d: InnerGradients, _ i: Inputs, wantsA: Bool, to ofTokens: inout TokenSums, _ ofFeatures: inout FeatureSums
+        of d: InnerGradients, _ i: Inputs, wanted: LoRALinear.Wanted, to ofTokens: inout TokenSums,
+        _ ofFeatures: inout FeatureSums
     ) {
         if let q = d.q { ofTokens.dw = joined(ofTokens.dw, (q * d.h).sum(axis: -1, keepDims: true)) }
-        (ofTokens.hDown, ofFeatures.dADown) = down.products(
-            d.h, wantsA ? i.w.flatMap { w in i.dyBT.map { w * $0 } } ?? i.dyBT : nil,
-            addedTo: (ofTokens.hDown, ofFeatures.dADown))
+        if wanted != .none {
+            (ofTokens.hDown, ofFeatures.dADown) = down.products(
+                d.h, wanted == .all ? i.w.flatMap { w in i.dyBT.map { w * $0 } } ?? i.dyBT : nil,
+                addedTo: (ofTokens.hDown, ofFeatures.dADown))
+            ofFeatures.dBGate = product(i.hGate?.T, d.dGate, addedTo: ofFeatures.dBGate)
+            ofFeatures.dBUp = product(i.hUp?.T, d.dUp, addedTo: ofFeatures.dBUp)
+        }
         ofTokens.dGateBT = product(d.dGate, gate.lora?.b.T, addedTo: ofTokens.dGateBT)
         ofTokens.dUpBT = product(d.dUp, up.lora?.b.T, addedTo: ofTokens.dUpBT)
-        ofFeatures.dBGate = product(i.hGate?.T, d.dGate, addedTo: ofFeatures.dBGate)
-        ofFeatures.dBUp = product(i.hUp?.T, d.dUp, addedTo: ofFeatures.dBUp)
         ofTokens.dx = up.weightDx(d.dUp, addedTo: gate.weightDx(d.dGate, addedTo: ofTokens.dx))
     }
 

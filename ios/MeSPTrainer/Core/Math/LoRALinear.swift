@@ -69,6 +69,9 @@ struct LoRALinear {
 ///     h = s x̂ A
 ///     dx = (G ∘ dy) W + s (dy Bᵀ) Aᵀ ∘ M        dA = s x̂ᵀ (dy Bᵀ)        dB = hᵀ dy        dG = Σₜ dy ∘ (x Wᵀ)
 extension LoRALinear {
+    /// Which gradients are computed: of A, B and G; of B, where A is frozen; or none, but dx.
+    enum Wanted { case all, b, none }
+
     struct Gradients: Arrays {
         /// dx `[T, in]`. A gradient that is not computed is nil.
         var dx: MLXArray?

@@ -178,9 +178,9 @@ package struct Planner: Sendable {
             && (plan.offload == .none || settings.sequences * trainedBlocks * hidden <= manifest.mappedBytes)
     }
 
-    /// Returns the bytes of weights that a step reads; nil with an objective, with which the number varies.
+    /// Returns the bytes of weights that a step reads; nil with an objective or `blocksPerStep`, with which the number varies.
     func readWeightBytes(_ plan: Plan) -> Int? {
-        guard settings.objective == nil else { return nil }
+        guard settings.objective == nil, settings.blocksPerStep == nil else { return nil }
         let first = method.hasBackwardPass ? architecture.numHiddenLayers - trainedBlocks : 0
         let passes = method.hasBackwardPass ? 2 : 1
         let blocks = manifest.blocks.reduce(0) { sum, kind in

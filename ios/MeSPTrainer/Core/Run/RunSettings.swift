@@ -33,6 +33,9 @@ public struct RunSettings: Codable, Sendable, Equatable {
     package var projections: [String]?
     /// Number of blocks to train, the model's last; nil: all.
     package var numLayers: Int?
+    /// Share of these blocks that an update trains; groups of neighbours take turns (after LCSB, arXiv:2602.13073);
+    /// nil: all.
+    package var blocksPerStep: Double?
     /// Type of the adapters; bfloat16 takes half the memory and rounds stochastically.
     package var loraDtype: LoRADtype = .float32
     /// Whether to train each B only, and freeze A (FFA-LoRA).
@@ -155,6 +158,7 @@ extension RunSettings {
         try requireRange("rank", rank, least: 1)
         try requireRange("alpha", alpha, above: 0)
         try requireRange("num_layers", numLayers, least: 1)
+        try requireRange("blocks_per_step", blocksPerStep, above: 0, below: 1)
         try requireRange("dropout", dropout, least: 0, below: 1)
         try requireRange("beta", beta, above: 0)
         try requireRange("gamma", gamma, least: 0)
@@ -189,9 +193,9 @@ extension RunSettings {
     /// The keys that the server of a federation may set; none is a path.
     package static let federated: Set<String> = [
         "steps", "method", "seq_len", "batch_size", "grad_accumulation_steps", "seed", "rank", "alpha", "rslora",
-        "projections", "num_layers", "lora_dtype", "freeze_a", "dropout", "optimizer", "learning_rate",
-        "loraplus_lr_ratio", "momentum", "beta1", "beta2", "epsilon", "weight_decay", "schedule", "warmup",
-        "max_grad_norm", "skip_bad_steps", "mezo_epsilon", "memory_limit_mb", "offload",
+        "projections", "num_layers", "blocks_per_step", "lora_dtype", "freeze_a", "dropout", "optimizer",
+        "learning_rate", "loraplus_lr_ratio", "momentum", "beta1", "beta2", "epsilon", "weight_decay", "schedule",
+        "warmup", "max_grad_norm", "skip_bad_steps", "mezo_epsilon", "memory_limit_mb", "offload",
     ]
 
     /// Takes the settings that may change when a run is resumed. No result depends on them, except that devices round

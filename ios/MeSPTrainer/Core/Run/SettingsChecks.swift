@@ -15,6 +15,7 @@ extension RunSettings {
         // KTO's estimate of the KL divergence combines each prompt with the answer of another record.
         try require(objective != .kto || batchSize >= 2, "batch_size", "at least 2 with kto")
         try require(objective != .kto || valBatches != 1, "val_batches", "0, or at least 2 with kto")
+        try require(blocksPerStep == nil || method == .mesp, "method", "mesp with blocks_per_step")
         try checkDropout()
         try checkDoRA()
         try checkForgetting()

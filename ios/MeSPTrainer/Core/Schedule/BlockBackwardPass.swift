@@ -11,7 +11,8 @@ extension Block {
     ///   - wantsDx: whether to compute dx. If false, `d` is d_x_mid afterwards.
     ///   - dShared: the sum of the gradients of shared keys and values, `[kv_heads, T, head_dim]` each. A block that attends to another block's keys
     ///     and values adds to the sum. The block that computes these keys and values adds the sum to its own gradients.
-    /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. This gradient and `d` are evaluated.
+    /// - Returns: the gradient of the trained LoRA parameters, flat and in float32; without numbers if none is wanted. This gradient and `d` are
+    ///   evaluated.
     package func structuredBackward(
         x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsDx: Bool,
         dShared: inout MixerState.KeyValues?
@@ -23,6 +24,10 @@ extension Block {
         mlpBackward(intermediates, d: &d, &gradients)
         mixerBackward(x: x, consume intermediates, d: &d, wantsDx: wantsDx, &gradients, dShared: &dShared)
         d = d.reshaped(shape).asType(x.dtype)
+        guard wanted != .none else {
+            eval(d)
+            return MLXArray.zeros([0])
+        }
         dora?.turn(&gradients)
         let gradient = layout.packed(gradients)
         eval(d, gradient)

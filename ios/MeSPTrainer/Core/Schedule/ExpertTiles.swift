@@ -30,7 +30,7 @@ extension Block {
         var dws = [MLXArray]()
         for pairs in routed.byExpert {
             let d = tiled(expert(experts, pairs)).backward(
-                x[pairs.tokens], dy: dy[pairs.tokens], w: routed.weights(pairs), wantsA: wantsA,
+                x[pairs.tokens], dy: dy[pairs.tokens], w: routed.weights(pairs), wanted: wanted,
                 tile: (pairs.count, features(experts, of: pairs)))
             dx = dx.at[pairs.tokens].add(d.dx)
             dws += d.dw.arrays

@@ -12,12 +12,15 @@ extension Tiled where Formula == LoRALinear {
 
     /// Returns dx, added to the sum if there is one, and the gradients of A, B and G.
     func backward(
-        _ x: MLXArray, dy: MLXArray, wantsA: Bool, wantsDx: Bool, addedTo sum: MLXArray?
+        _ x: MLXArray, dy: MLXArray, wanted: LoRALinear.Wanted, wantsDx: Bool, addedTo sum: MLXArray?
     ) -> LoRALinear.Gradients {
         let dyBT = formula.dyBT(dy)
-        let (xA, dA) = products(x, wantsA ? dyBT : nil)
-        var d = LoRALinear.Gradients(dA: dA, dB: formula.dB(xA, dy: dy))
-        let hasG = formula.lora?.m != nil
+        var d = LoRALinear.Gradients()
+        if wanted != .none {
+            let (xA, dA) = products(x, wanted == .all ? dyBT : nil)
+            (d.dA, d.dB) = (dA, formula.dB(xA, dy: dy))
+        }
+        let hasG = formula.lora?.m != nil && wanted != .none
         guard wantsDx || hasG else { return schedule.part(d) }
         if wantsDx {
             d.dx = adapterDx(dyBT, addedTo: sum)
@@ -26,7 +29,7 @@ extension Tiled where Formula == LoRALinear {
         var dG = [MLXArray]()
         for rows in tiles(of: formula.weight.rows, size: schedule.projectionRows) {
             let (some, dy) = (formula.outputs(rows), dy[0..., rows])
-            dG += tiled(some).dG(x, dy: dy).arrays
+            if hasG { dG += tiled(some).dG(x, dy: dy).arrays }
             if wantsDx { d.dx = schedule.part(some.weightDx(dy, addedTo: d.dx)) }
         }
         if hasG { d.dG = concatenated(dG) }

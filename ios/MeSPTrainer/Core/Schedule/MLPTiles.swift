@@ -33,7 +33,7 @@ extension Tiled where Formula == GatedMLP {
     /// - Returns: dx `[n, hidden]` and dw `[n, 1]` in float32, and the gradients of the adapters. dw is nil without w.
     func backward(
         _ x: MLXArray, kept: (gate: MLXArray, up: MLXArray)? = nil, dy: MLXArray, w: MLXArray? = nil,
-        wantsA: Bool, tile: (tokens: Int, features: Int)? = nil
+        wanted: LoRALinear.Wanted, tile: (tokens: Int, features: Int)? = nil
     ) -> (dx: MLXArray, dw: MLXArray?, gradients: LoRAGradients) {
         let tile = tile ?? (schedule.mlpTileTokens, schedule.features)
         let (tokens, features) = (
@@ -56,18 +56,18 @@ extension Tiled where Formula == GatedMLP {
             (all.x, all.dy) = (inputs[0], inputs[1])
             let i = all.part(tokens: t, features: f)
             let d = tile.innerBackward(i)
-            if hasG {
+            if hasG, wanted != .none {
                 schedule.part(d)
                 tile.addMagnitudeTerms(of: d, to: &sums.features[place.f])
                 schedule.part(sums.features[place.f].dGGate, sums.features[place.f].dGUp)
                 sums.dGDown = joined(sums.dGDown, tiled(tile.down).dG(d.h, dy: i.w.map { $0 * i.dy } ?? i.dy))
             }
-            tile.addTerms(of: d, i, wantsA: wantsA, to: &sums.tokens[place.t], &sums.features[place.f])
+            tile.addTerms(of: d, i, wanted: wanted, to: &sums.tokens[place.t], &sums.features[place.f])
         }
         (all.x, all.dy) = (inputs[0], inputs[1])
         let ofTokens = GatedMLP.TokenSums.joined(sums.tokens)
         var gradients = formula.gradients(ofTokens, .joined(sums.features), dGDown: sums.dGDown, all)
-        if wantsA {
+        if wanted == .all {
             let x = all.x.asType(.float32)
             func dA(_ linear: LoRALinear, _ dyBT: MLXArray?) -> MLXArray? {
                 tiled(linear).products(x, dyBT).xTg.map { $0 * linear.factor }

@@ -9,6 +9,8 @@ package final class BlockwiseModel {
     package let layouts: [LoRALayout]
     /// The indices of the trained blocks, ascending; at least one.
     package let trained: [Int]
+    /// The trained blocks that the current step updates, ascending: all but with `blocksPerStep`.
+    package var drawn: [Int]
     var strength: Float = 1
     /// The factor of the adapters' output: s · α / rank, or s · α / √rank with rsLoRA.
     package var scale: Float { strength * settings.scale }
@@ -36,6 +38,7 @@ package final class BlockwiseModel {
         let layouts = settings.layouts(of: architecture)
         self.layouts = layouts
         trained = layouts.indices.filter { layouts[$0].count > 0 }
+        drawn = trained
         tileBytes = plan.tileBytes
         workspace = bundle.processor.workspace(Planner(bundle.manifest, settings), plan)
         keepsCache = bundle.processor.keepsCache(plan)
@@ -144,6 +147,7 @@ package final class BlockwiseModel {
                 records: context.records, perLayer: try bundle.part(of: context.embeddings, layer: index),
                 shared: bundle.architecture.keysOf(index).flatMap { context.sharedKeyValues[$0] },
                 dropout: context.dropout?[index]))
+        if !drawn.contains(index) { block.wanted = .none }
         if settings.dora { block.dora = try dora(index, weights, lora, norms: context.norms[index]) }
         return block
     }

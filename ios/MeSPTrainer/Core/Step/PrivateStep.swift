@@ -26,7 +26,7 @@ package struct PrivateStep {
         for loss in losses {
             try loss.backpropagate(trainer, into: updates.makeSumSink(), &result)
             let (factor, norm) = try updates.computeClipping(to: clip, updates.sum)
-            for block in trainer.model.trained {
+            for block in trainer.model.drawn {
                 try updates.add(to: \.clippedSums, block) { try factor * updates.sum(block) }
             }
             (count, norms) = (count + 1, norms + norm)

@@ -45,6 +45,7 @@ package final class Trainer {
 
     func beginStep(_ number: Int) {
         let settings = model.settings
+        model.drawn = settings.drawBlocks(of: model.trained, step: settings.firstStep + number)
         dropout =
             settings.dropout > 0
             ? (DropoutKey(rate: settings.dropout, seed: settings.seed)[settings.firstStep + number], 0) : nil
@@ -57,7 +58,7 @@ package final class Trainer {
 
     /// Performs one forward and backward pass of some sequences, which go through each block together.
     ///
-    /// - Parameter sink: called with the gradient of each trained block, summed over the sequences; it may change that block's parameters.
+    /// - Parameter sink: called with the gradient of each drawn block, summed over the sequences; it may change that block's parameters.
     /// - Throws: `NotFinite` if a loss is not finite; the sink has not been called then.
     package func backpropagate(_ weighted: [WeightedExample], into sink: GradientSink) throws -> Float {
         var sequences = try forward(weighted.map(\.example))
@@ -73,7 +74,7 @@ package final class Trainer {
         return loss
     }
 
-    /// Performs the forward pass, and keeps the block inputs from the first trained block on.
+    /// Performs the forward pass, and keeps the block inputs from the first drawn block on.
     ///
     /// - Parameter waits: whether another sequence runs forward and backward before the backward pass of these sequences. If so, no intermediates are
     ///   kept.
@@ -84,14 +85,14 @@ package final class Trainer {
                 context: try model.makeContext(example, x0: x0, dropout: nextDropoutKey()), residual: x0,
                 inputs: BlockArrays(count: model.blocks.count, file: inputsFile, place: place))
         }
-        let firstKept = model.blocks.upperBound - (waits ? 0 : plan.keptBlocks)
+        let firstKept = max(model.drawn[0], model.blocks.upperBound - (waits ? 0 : plan.keptBlocks))
         for block in model.blocks {
             let keeps = model.settings.method.readsIntermediates && block >= firstKept
             let weights = try model.bundle.openBlock(block)
             defer { weights.packed.close() }
             for index in sequences.indices {
                 let (x, context) = (sequences[index].residual, sequences[index].context)
-                if block >= model.trained[0] { try sequences[index].inputs.write(x, block) }
+                if block >= model.drawn[0] { try sequences[index].inputs.write(x, block) }
                 (sequences[index].residual, sequences[index].kept[block]) =
                     try model.forward(block, weights, context, x, keepsIntermediates: keeps)
             }
@@ -105,11 +106,11 @@ package final class Trainer {
         return (loss, dy)
     }
 
-    /// Performs the backward pass from the last block to the first trained block.
+    /// Performs the backward pass from the last block to the first drawn block.
     ///
     /// - Parameter sequences: the sequences, with the gradient of the last block's output as their residual; empty afterwards.
     func backward(_ sequences: inout [SequenceInStep], into sink: GradientSink) throws {
-        for block in (model.trained[0]..<model.blocks.upperBound).reversed() {
+        for block in (model.drawn[0]..<model.blocks.upperBound).reversed() {
             let weights = try model.bundle.openBlock(block)
             defer { weights.packed.close() }
             var sum: MLXArray?
@@ -120,7 +121,7 @@ package final class Trainer {
                 let gradient = try differentiate(block, weights, &sequences[index], addedTo: sum)
                 if index < sequences.count - 1 {
                     sum = gradient
-                } else if model.trained.contains(block) {
+                } else if model.drawn.contains(block) {
                     try sink(block, gradient)
                 }
                 model.freeCache()
@@ -130,8 +131,8 @@ package final class Trainer {
         (model.isWarm, clock.hasChanged) = (true, false)
     }
 
-    /// Returns the gradient of a block's trained parameters for a sequence, plus `sum`. Replaces the sequence's residual dy by dx, if an earlier
-    /// block is trained.
+    /// Returns the gradient of a block's trained parameters for a sequence, plus `sum`; without numbers if the block is not drawn. Replaces the
+    /// sequence's residual dy by dx, if an earlier block is drawn.
     ///
     /// If a GPU fails, the gradient is computed again. Therefore the block's input and dy are kept until the gradient is confirmed.
     private func differentiate(
@@ -154,7 +155,7 @@ package final class Trainer {
             } else {
                 let recomputed = try intermediates.take() ?? model.recompute(block, formulas, x, all: areKept)
                 gradient = formulas.structuredBackward(
-                    x: x, consume recomputed, d: &sequence.residual, wantsDx: block > model.trained[0],
+                    x: x, consume recomputed, d: &sequence.residual, wantsDx: block > model.drawn[0],
                     dShared: &dShared)
             }
             if let sum {
@@ -163,7 +164,7 @@ package final class Trainer {
             }
             return gradient
         }
-        if owner >= model.trained[0] { context.gradients[owner] = dShared }
+        if owner >= model.drawn[0] { context.gradients[owner] = dShared }
         return gradient
     }
 

@@ -1,8 +1,8 @@
 import MLX
 import MeSPBundle
 
-/// A function that takes the gradient of a block's trained parameters `[trainedCount]`. A backward pass calls it for each trained block, from the
-/// last to the first.
+/// A function that takes the gradient of a block's trained parameters `[trainedCount]`. A backward pass calls it for each drawn block, from the last
+/// to the first.
 package typealias GradientSink = (_ block: Int, _ gradient: MLXArray) throws -> Void
 
 package final class Updates {
@@ -85,12 +85,12 @@ package final class Updates {
         try model.lora.write(update.w, block)
     }
 
-    /// Updates every trained block after all gradients are computed, with the norm of the gradient clipped to `maxGradNorm`.
+    /// Updates every drawn block after all gradients are computed, with the norm of the gradient clipped to `maxGradNorm`.
     ///
     /// - Returns: the norm before clipping; nil without clipping.
     func updateAll(_ number: Int, _ keys: [MLXArray], gradient: (_ block: Int) throws -> MLXArray) throws -> Float? {
         let (factor, norm) = try settings.maxGradNorm.map { try computeClipping(to: $0, gradient) } ?? (1, nil)
-        for block in model.trained {
+        for block in model.drawn {
             try model.clock.boundary()
             try update(block, number, keys[block]) { factor * (try gradient(block)) }
         }

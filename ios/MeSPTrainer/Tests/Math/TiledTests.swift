@@ -98,9 +98,11 @@ import Testing
         let (y, expected) = vjp(
             { [layer.defined($0[0], Array($0[1...]))] }, primals: [x] + p, cotangents: [dy])
         let tiled = Tiled(layer.formula, each.schedule)
-        let d = tiled.backward(x, dy: dy, wantsA: true, wantsDx: true, addedTo: sum)
+        let d = tiled.backward(x, dy: dy, wanted: .all, wantsDx: true, addedTo: sum)
         try expectEqual(
             [tiled(x), d.dx.map { $0 - sum }, d.dA, d.dB] + (p.count > 2 ? [d.dG] : []), y + expected, each)
+        let alone = tiled.backward(x, dy: dy, wanted: .none, wantsDx: true, addedTo: nil)
+        try expectEqual(alone.arrays, [expected[0]], each)
     }
 
     @Test(arguments: Case.all) func aGatedMLP(_ each: Case) throws {
@@ -124,7 +126,7 @@ import Testing
         let tiled = Tiled(mlp, each.schedule)
         // gate and up are recomputed with DoRA.
         for kept in [nil, mlp.inner(x)] {
-            let d = tiled.backward(x, kept: kept, dy: dy, w: w, wantsA: true)
+            let d = tiled.backward(x, kept: kept, dy: dy, w: w, wanted: .all)
             let gradients = [mlp.names.gate, mlp.names.up, mlp.names.down].flatMap { name in
                 [d.gradients.a[name], d.gradients.b[name]] + (count > 2 ? [d.gradients.m[name]] : [])
             }
@@ -132,6 +134,8 @@ import Testing
             try expectEqual(
                 [w.map { $0 * out } ?? out, d.dx] + (w == nil ? [] : [d.dw]) + gradients,
                 y + [expected[0]] + (w == nil ? [] : [expected[1]]) + expected[2...], each)
+            let alone = tiled.backward(x, kept: kept, dy: dy, w: w, wanted: .none)
+            try expectEqual([alone.dx] + alone.gradients.arrays, [expected[0]], each)
         }
     }
 

@@ -126,7 +126,7 @@ import Testing
 
     @Test(arguments: [
         "momentum", "adamw", "adamw8bit", "adamw8bit offloaded", "accumulation", "by blocks", "mezo", "bfloat16",
-        "B alone", "B of some", "the last block", "dropout", "dora", "dora offloaded",
+        "B alone", "B of some", "the last block", "some of the blocks", "dropout", "dora", "dora offloaded",
     ])
     func resumesAsIfNothingHadHappened(_ kind: String) throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
@@ -155,6 +155,7 @@ import Testing
                 (settings.dora, settings.dropout, settings.offload) = (true, 0.2, .all)
                 (settings.projections, settings.numLayers, settings.loraDtype) = (["q", "down"], 2, .bfloat16)
             case "the last block": (settings.numLayers, settings.momentum, settings.offload) = (1, 0.9, .all)
+            case "some of the blocks": (settings.blocksPerStep, settings.optimizer) = (0.5, .adamw8bit)
             default: break
             }
             return settings

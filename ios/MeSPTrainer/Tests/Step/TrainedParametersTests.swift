@@ -73,6 +73,45 @@ import Testing
         }
     }
 
+    /// The blocks between those that a step updates only pass dx on, and those below cost nothing.
+    @Test(arguments: Fixture.cases, ["plain", "kept", "offloaded", "dropout", "dora", "B alone"])
+    func drawnBlocksHaveTheGradientsOfARunThatUpdatesAll(_ folder: URL, _ kind: String) throws {
+        let fixture = try Fixture(folder, "gradients")
+        var plan = Plan(tileBytes: 1 << 20)
+        (plan.keptBlocks, plan.offload) = (kind == "kept" ? fixture.layers : 0, kind == "offloaded" ? .all : .none)
+        func trainer(_ share: Double?) throws -> Trainer {
+            let trainer = try fixture.trainer(.mesp, plan: plan) {
+                ($0.blocksPerStep, $0.seed) = (share, 5)
+                ($0.dropout, $0.dora, $0.freezeA) = (kind == "dropout" ? 0.3 : 0, kind == "dora", kind == "B alone")
+            }
+            for (block, layout) in trainer.model.layouts.enumerated() {
+                let vector = try trainer.model.lora.read(block)
+                let moved = kind == "dora" ? vector + 0.01 : layout.part(of: try fixture.array("lora.\(block)"))
+                try trainer.model.lora.write(moved, block)
+            }
+            return trainer
+        }
+        let (all, some) = (try trainer(nil), try trainer(0.5))
+        var seen = [Int]()
+        for number in 0..<2 {
+            func gradients(_ trainer: Trainer) throws -> [Int: MLXArray] {
+                var gradients = [Int: MLXArray]()
+                trainer.beginStep(number)
+                let part = (example: try fixture.example(), weight: 1 / Float(fixture.length))
+                _ = try trainer.backpropagate([part]) { gradients[$0] = $1 }
+                return gradients
+            }
+            let (expected, found) = (try gradients(all), try gradients(some))
+            #expect(found.keys.sorted() == some.model.drawn && found.count < expected.count)
+            for (block, gradient) in found {
+                // OpenBLAS can sum float32 numbers in another order.
+                #expect(relativeError(gradient, try #require(expected[block])) < 1e-6, "block \(block)")
+            }
+            seen += some.model.drawn
+        }
+        #expect(seen.sorted() == some.model.trained)
+    }
+
     @Test(arguments: GradientMethod.allCases, RunSettings.LoRADtype.allCases)
     func whatIsFrozenStaysToTheBit(_ method: GradientMethod, _ dtype: RunSettings.LoRADtype) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
