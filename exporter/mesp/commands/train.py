@@ -110,6 +110,8 @@ def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
     if job.settings.device == "gpu" and can_count:
         try:
             click.echo(describe_count(find_count(settings)))
+            if job.settings.blocks_per_step:
+                click.echo("These counts are of a step without --blocks-per-step.")
         except MespError as error:  # only the counts are left out
             log.warning("A phone's work is not counted: %s", error.message)
 

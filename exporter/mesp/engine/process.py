@@ -246,10 +246,12 @@ def check_device(device: str | None) -> None:
 
 
 def find_count(settings: Settings) -> Record:
-    """Raises MespError if mesp-count cannot be built, if it fails, or if this system is
-    not Linux.
+    """Returns the counts of a step, without `blocks_per_step`.
+
+    Raises MespError if mesp-count cannot be built, if it fails, or if this system is not Linux.
     """
-    return find_plan(find_counter(), {**settings, "device": "gpu"}, "mesp-count")
+    whole = {**settings, "device": "gpu", "blocks_per_step": None}
+    return find_plan(find_counter(), whole, "mesp-count")
 
 
 def find_plan(program: Path, settings: Settings, name: str = "mesp-engine") -> Record:

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import click
@@ -47,6 +47,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "B alone": {"freeze_a": True},
     "B of q,v": {"projections": ["q", "v"], "freeze_a": True},
     "DoRA": {"dora": True},
+    "half of the blocks a step": {"blocks_per_step": 0.5},
+    "a quarter of the blocks a step": {"blocks_per_step": 0.25},
 }
 VAL_BATCHES = 25
 SGD_RATES = (1e-4, 0.1, 0.5)  # the paper's rate, mesp-train's default, and a higher one
@@ -426,16 +428,22 @@ def parts_rows(bench: Bench) -> Iterator[Row]:
         runs: dict[str, list] = {name: [] for name in PARTS}
         for _, (name, part) in itertools.product(range(ROUNDS), PARTS.items()):
             settings = engine_settings(cell, Variant("mesp")) | part
-            settings |= {"steps": bench.steps, "optimizer": choose_optimizer("mesp")}
+            turns = round(1 / part.get("blocks_per_step", 1))
+            settings |= {"steps": turns * bench.steps, "optimizer": choose_optimizer("mesp")}
             tell = bench.doing(cell, f"training {name}")
             runs[name].append(run_program([engine_program()], settings, bench.work, tell))
         for name, each in runs.items():
             peak = median(run.peak_bytes for run in each)
-            steps = [step for run in each for step in run.steps[1:] or run.steps]
+            turns = len(each[0].steps) // bench.steps
+
+            def seconds(key: str, each: list = each, turns: int = turns) -> float:
+                later = [run.steps[turns:] or run.steps for run in each]
+                return median(mean(step[key] for step in steps) for steps in later)
+
             yield cell.row() | peaks(peak, each[0].plan) | {
                 "trained": name,
-                "seconds": median(step["seconds"] for step in steps),
-                "backward_seconds": median(step["backward_seconds"] for step in steps),
+                "seconds": seconds("seconds"),
+                "backward_seconds": seconds("backward_seconds"),
                 "losses": each[0].losses,
             }  # fmt: skip
 
