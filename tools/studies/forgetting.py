@@ -186,6 +186,7 @@ def write_texts(files: tuple[Path, ...]) -> dict[str, Path]:
         "code": inspect.getsource(argparse)[20_000:],
         **{file.stem: file.read_text("utf-8")[20_000:] for file in files},
     }
+    OUT.mkdir(parents=True, exist_ok=True)
     written = {}
     for name, each in texts.items():
         written[name] = OUT / f"{name}.jsonl"

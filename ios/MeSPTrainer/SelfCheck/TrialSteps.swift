@@ -53,8 +53,7 @@ package final class TrialSteps {
             _ =
                 settings.dpClip == nil || settings.objective != nil
                 ? try takeStep(trainer, [SequenceLoss(examples)], number: number)
-                : try PrivateStep(trainer: trainer, secret: SecretKey())
-                    .step(examples.map { SequenceLoss([$0]) }, number: number)
+                : try trainer.privateStep(examples.map { SequenceLoss([$0]) }, SecretKey(), number: number)
         }
         number += 1
     }

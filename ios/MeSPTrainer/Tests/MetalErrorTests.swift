@@ -172,7 +172,7 @@ import MeSPSentences
                 ($0.dpClip, $0.dpNoise) = (1e-3, 1)
             } step: { trainer, fixture in
                 let loss = SequenceLoss([try fixture.example()])
-                return try PrivateStep(trainer: trainer, secret: secret).step([loss, loss], number: 0)
+                return try trainer.privateStep([loss, loss], secret, number: 0)
             }
         }
 

@@ -1,24 +1,21 @@
 import MLX
 import MeSPBundle
 
-/// A step of MeZO. It estimates the gradient from two forward passes. z ~ N(0, 1) is drawn from a seed:
-///
-///     ℒ± = ℒ(lora ± ε z)        g = (ℒ₊ − ℒ₋) / 2ε        ∂ℒ/∂lora ≈ g z
-///
-/// z is drawn again, block by block, each time it is needed.
-struct MeZO {
-    let trainer: Trainer
-
-    /// Performs one update from losses whose sum is ℒ. The step's loss is the mean of ℒ₊ and ℒ₋.
-    func step(_ losses: [some StepLoss], number: Int) throws -> StepResult {
-        let (model, updates) = (trainer.model, trainer.updates)
+extension Trainer {
+    /// Performs one update by MeZO, which estimates the gradient from two forward passes. z ~ N(0, 1) is drawn from a seed, and again, block by
+    /// block, each time it is needed:
+    ///
+    ///     ℒ± = ℒ(lora ± ε z)        g = (ℒ₊ − ℒ₋) / 2ε        ∂ℒ/∂lora ≈ g z
+    ///
+    /// - Parameter losses: their sum is ℒ. The step's loss is the mean of ℒ₊ and ℒ₋.
+    func stepByMeZO(_ losses: [some StepLoss], number: Int) throws -> StepResult {
         let (keys, epsilon) = (try updates.randomKeys(number), model.settings.mezoEpsilon)
         func z(_ block: Int) -> MLXArray { MLXRandom.normal([model.layouts[block].trainedCount], key: keys[block]) }
         var result = StepResult()
         func loss(movedBy distance: Float) throws -> Float {
             result = StepResult()
             for loss in losses {
-                try loss.score(trainer, &result) { block, lora in
+                try loss.score(self, &result) { block, lora in
                     let layout = model.layouts[block]
                     return layout.replacing(in: lora, trained: layout.trained(in: lora) + distance * z(block))
                 }

@@ -1,39 +1,33 @@
 import MLX
 
-/// MLX fuses the operations if `isAvailable`. Otherwise each operation writes an array.
+/// A function whose operations MLX fuses if `isAvailable`. Otherwise each operation writes an array.
 struct Fused: Sendable {
-    private let function: @Sendable ([MLXArray]) -> MLXArray
+    private typealias Function = @Sendable ([MLXArray]) -> [MLXArray]
+    private let function: Function
     // A compiled function stays on the device of its first call, so each device has its own compiled function.
-    private let onCPU: @Sendable ([MLXArray]) -> [MLXArray]
-    private let onGPU: @Sendable ([MLXArray]) -> [MLXArray]
+    private let compiled: [(onCPU: Function, onGPU: Function)]
 
-    init(_ function: @escaping @Sendable ([MLXArray]) -> MLXArray) {
+    init(_ function: @escaping @Sendable ([MLXArray]) -> MLXArray) { self.init(1) { [function($0)] } }
+
+    /// With fusion, each of `count` results is computed by itself, and operations that the results share are repeated.
+    init(_ count: Int, _ function: @escaping @Sendable ([MLXArray]) -> [MLXArray]) {
         self.function = function
-        onCPU = compile { [function($0)] }
-        onGPU = compile { [function($0)] }
+        compiled = (0..<count).map { index in
+            let one: Function = { [function($0)[index]] }
+            return (compile(one), compile(one))
+        }
     }
 
-    func callAsFunction(_ arrays: [MLXArray]) -> MLXArray {
+    func callAsFunction(_ arrays: [MLXArray]) -> MLXArray { results(arrays)[0] }
+
+    func results(_ arrays: [MLXArray]) -> [MLXArray] {
         guard Self.isAvailable else { return function(arrays) }
-        return (Device.isCPU ? onCPU(arrays) : onGPU(arrays)).first ?? function(arrays)
+        // After an error of MLX a compiled function may return nothing.
+        let results = compiled.flatMap { Device.isCPU ? $0.onCPU(arrays) : $0.onGPU(arrays) }
+        return results.count == compiled.count ? results : function(arrays)
     }
 
     static var isAvailable: Bool { !Device.isCPU || Processor.cpu.fuses }
-}
-
-/// With fusion, each result is computed by itself, and operations that the results share are repeated.
-struct FusedResults: Sendable {
-    private let function: @Sendable ([MLXArray]) -> [MLXArray]
-    private let results: [Fused]
-
-    init(_ count: Int, _ function: @escaping @Sendable ([MLXArray]) -> [MLXArray]) {
-        self.function = function
-        results = (0..<count).map { index in Fused { function($0)[index] } }
-    }
-
-    func callAsFunction(_ arrays: [MLXArray]) -> [MLXArray] {
-        Fused.isAvailable ? results.map { $0(arrays) } : function(arrays)
-    }
 }
 
 func maskedSoftmax(_ scores: MLXArray, _ visible: MLXArray) -> MLXArray {

@@ -19,23 +19,23 @@ extension Activation {
         let hasFactors = factors.gate != nil || factors.up != nil
         let results =
             hasFactors
-            ? kernels.scaledBackward(terms + [factors.gate, factors.up].map { $0 ?? MLXArray(Float(1)) } + [dAct])
-            : kernels.gatedBackward(terms + [dAct])
+            ? kernels.scaledBackward.results(
+                terms + [factors.gate, factors.up].map { $0 ?? MLXArray(Float(1)) } + [dAct])
+            : kernels.gatedBackward.results(terms + [dAct])
         return (results[0], results[1], results[2])
     }
 
     private struct Kernels {
-        let gated: Fused
-        let gatedBackward, scaledBackward: FusedResults
+        let gated, gatedBackward, scaledBackward: Fused
 
         init(_ activation: Activation) {
             gated = Fused { activation.values($0[0]).f * $0[1] }
-            gatedBackward = FusedResults(3) {
+            gatedBackward = Fused(3) {
                 let (count, dAct) = ($0.count / 2, $0[$0.count - 1])
                 let (gate, up) = (sum($0.prefix(count)), sum($0.dropFirst(count).prefix(count)))
                 return activation.backward(gate: gate, up: up, dAct: dAct)
             }
-            scaledBackward = FusedResults(3) { all in
+            scaledBackward = Fused(3) { all in
                 let count = (all.count - 3) / 2
                 func scaledSum(_ number: Int) -> MLXArray {
                     let terms = all[number * count..<(number + 1) * count]

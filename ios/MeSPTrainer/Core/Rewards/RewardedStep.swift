@@ -1,15 +1,16 @@
 import MeSPBundle
 import MeSPSentences
 
-struct RewardedStep {
-    let trainer: Trainer
-    /// The maximum size of the caches of the answers that are generated together, in bytes.
-    let cacheLimit: Int
-    let reward: ([AnswerGroup]) throws -> [[Float]]
-
-    func step(_ prompts: [Example], size: Int, lengths: [Int], number: Int) throws -> StepResult {
-        let (start, settings) = (ContinuousClock.now, trainer.model.settings)
-        let (groups, answers) = try trainer.model.sampleAnswers(
+extension Trainer {
+    /// Performs one update from the rewards of answers that are sampled to the prompts, `size` to each.
+    ///
+    /// - Parameter cacheLimit: the maximum size of the caches of the answers that are generated together, in bytes
+    func rewardedStep(
+        _ prompts: [Example], size: Int, lengths: [Int], number: Int, cacheLimit: Int,
+        _ reward: ([AnswerGroup]) throws -> [[Float]]
+    ) throws -> StepResult {
+        let (start, settings) = (ContinuousClock.now, model.settings)
+        let (groups, answers) = try model.sampleAnswers(
             to: prompts, groupSize: size, lengths: lengths, number: number, cacheLimit: cacheLimit)
         let seconds = (.now - start) / .seconds(1)
         let rewards = try reward(groups)
@@ -19,7 +20,7 @@ struct RewardedStep {
             throw MeSPError("The rewards must be a finite number for each of the \(size) answers to each prompt.")
         }
         let share = 1 / Float(groups.count)
-        var (parts, loss) = ([Trainer.WeightedExample](), 0.0)
+        var (parts, loss) = ([WeightedExample](), 0.0)
         for (answers, rewards) in zip(answers, rewards) {
             let group = groupLoss(
                 rewards: rewards, tokens: answers.map(\.counted.count),
@@ -30,7 +31,7 @@ struct RewardedStep {
         // Answers of weight 0 have no gradient. If all weights are 0, one answer is kept for an update with a gradient of 0.
         let weighted = parts.filter { $0.weight != 0 }
         let supervised = SequenceLoss(weighted.isEmpty ? Array(parts.prefix(1)) : weighted)
-        var result = try takeStep(trainer, [supervised], number: number)
+        var result = try takeStep(self, [supervised], number: number)
         let all = rewards.joined()
         (result.sum, result.reward) = (loss, Float(all.reduce(0) { $0 + Double($1) } / Double(all.count)))
         result.sampledTokens = parts.reduce(0) { $0 + $1.example.counted.count }

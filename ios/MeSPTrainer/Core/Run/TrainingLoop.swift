@@ -207,17 +207,18 @@ final class TrainingLoop {
             guard let reward = hooks.reward else {
                 throw MeSPError("A run with group_size needs a function that rewards answers.")
             }
-            let step = RewardedStep(trainer: trainer, cacheLimit: planner.answerCaches(state.plan), reward: reward)
-            return try step.step(data.sequences(step: number), size: size, lengths: data.train.lengths, number: number)
+            return try trainer.rewardedStep(
+                data.sequences(step: number), size: size, lengths: data.train.lengths, number: number,
+                cacheLimit: planner.answerCaches(state.plan), reward)
         }
         if let secret {
             let drawn = secret.drawn(settings.batchSize, of: data.exampleCount, step: number).lazy
-            let step = PrivateStep(trainer: trainer, secret: secret)
             guard let objective else {
-                return try step.step(drawn.map { SequenceLoss([data.train[$0]]) }, number: number)
+                return try trainer.privateStep(drawn.map { SequenceLoss([data.train[$0]]) }, secret, number: number)
             }
-            return try step.step(
-                drawn.map { PreferenceBatch(data.train.answers($0, split: 0, objective), objective) }, number: number)
+            return try trainer.privateStep(
+                drawn.map { PreferenceBatch(data.train.answers($0, split: 0, objective), objective) }, secret,
+                number: number)
         }
         guard let objective else {
             return try takeStep(trainer, [SequenceLoss(data.sequences(step: number))], number: number)

@@ -1,39 +1,36 @@
 import MLX
 import MeSPBundle
 
-/// A step of DP-SGD (arXiv:1607.00133) on the sampled examples, which may be none:
-///
-///     g = (Σᵢ min(1, C / (‖gᵢ‖₂ + 10⁻⁶)) gᵢ + Z C n) / B,      n ~ N(0, 1)
-///
-/// gᵢ is the gradient of an example's loss over all trained blocks. C is `dpClip`, Z is `dpNoise`, and B is `batchSize`, the expected number of
-/// examples.
-package struct PrivateStep {
-    let trainer: Trainer
-    let secret: SecretKey
-
-    package init(trainer: Trainer, secret: SecretKey) { (self.trainer, self.secret) = (trainer, secret) }
-
-    /// Performs one update from the losses of the examples. Each loss must depend on one example. The loss and the norm of the result are means over
-    /// the examples.
-    package func step(_ losses: some Sequence<some StepLoss>, number: Int) throws -> StepResult {
-        let (settings, updates) = (trainer.model.settings, trainer.updates)
+extension Trainer {
+    /// Performs a step of DP-SGD (arXiv:1607.00133) on the sampled examples, which may be none:
+    ///
+    ///     g = (Σᵢ min(1, C / (‖gᵢ‖₂ + 10⁻⁶)) gᵢ + Z C n) / B,      n ~ N(0, 1)
+    ///
+    /// gᵢ is the gradient of an example's loss over the step's blocks. C is `dpClip`, Z is `dpNoise`, and B is `batchSize`, the expected number of
+    /// examples.
+    ///
+    /// - Parameter losses: each depends on one example. The loss and the norm of the result are means over the examples.
+    package func privateStep(
+        _ losses: some Sequence<some StepLoss>, _ secret: SecretKey, number: Int
+    ) throws -> StepResult {
+        let settings = model.settings
         guard let clip = settings.dpClip, let noise = settings.dpNoise else {
             preconditionFailure("the settings are not of DP-SGD")
         }
         var (result, count, norms) = (StepResult(), 0, Float(0))
-        trainer.beginStep(number)
+        beginStep(number)
         updates.clippedSums?.beginSums()
         for loss in losses {
-            try loss.backpropagate(trainer, into: updates.makeSumSink(), &result)
+            try loss.backpropagate(self, into: updates.makeSumSink(), &result)
             let (factor, norm) = try updates.computeClipping(to: clip, updates.sum)
-            for block in trainer.model.drawn {
+            for block in model.drawn {
                 try updates.add(to: \.clippedSums, block) { try factor * updates.sum(block) }
             }
             (count, norms) = (count + 1, norms + norm)
         }
         _ = try updates.updateAll(number, updates.randomKeys(number)) { block in
             let key = MLXRandom.key(secret.noiseSeed(step: number, block: block))
-            var sum = noise * clip * MLXRandom.normal([trainer.model.layouts[block].trainedCount], key: key)
+            var sum = noise * clip * MLXRandom.normal([model.layouts[block].trainedCount], key: key)
             if count > 0, let clipped = try updates.clippedSums?.read(block) { sum = clipped + sum }
             return sum / Float(settings.batchSize)
         }

@@ -49,7 +49,7 @@ package struct SequenceLoss: StepLoss {
 package func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int) throws -> StepResult {
     try trainer.updates.undoingFailure {
         try trainer.model.settings.method.hasBackwardPass
-            ? trainer.step(losses, number: number) : MeZO(trainer: trainer).step(losses, number: number)
+            ? trainer.step(losses, number: number) : trainer.stepByMeZO(losses, number: number)
     }
 }
 

@@ -138,7 +138,7 @@ import Testing
         let trainer = try trainer(fixture, .mezo) { $0.learningRate = try fixture.number("mezo_learning_rate") }
         for (step, expected) in try fixture.array("mezo").asArray(Float.self).enumerated() {
             let losses = [SequenceLoss([stream.training(step, seed: 0)])]
-            let loss = try MeZO(trainer: trainer).step(losses, number: step).loss
+            let loss = try trainer.stepByMeZO(losses, number: step).loss
             #expect(abs(loss - expected) < tolerance * expected, "step \(step): \(loss), \(expected)")
         }
     }
