@@ -662,7 +662,7 @@ class PackedProduct : public mx::UnaryPrimitive {
 /// Returns the primitive of y if y is a product on stream `s` that is not yet computed and can include `terms`, else null.
 const PackedProduct *open(const mx::array &y, std::initializer_list<const mx::array *> terms, mx::Stream s) {
     if (y.status() != mx::array::Status::unscheduled || !y.has_primitive() || y.primitive().stream() != s) return nullptr;
-    if (y.shape().empty() || y.size() / y.shape(-1) <= few || y.is_tracer()) return nullptr;
+    if (y.shape().empty() || y.size() == 0 || y.size() / y.shape(-1) <= few || y.is_tracer()) return nullptr;
     for (const mx::array *term : terms) {
         if (term->dtype() != mx::float32 || term->is_tracer()) return nullptr;
     }

@@ -121,6 +121,14 @@ extension AllTests {
             #expect(matrix[0..<0].asArray(Int32.self) == [])
             #expect(matrix[0..<0].asData(access: .noCopy).data.isEmpty)
             #expect(MLXArray(Data(), [0], dtype: .int32).size == 0)
+            for none in [MLXArray.zeros([0]), MLXArray.zeros([0, 32]), MLXArray.zeros([32, 0])] {
+                for result in [none + none, none * 2, exp(none), sigmoid(none), none.sum(), softmax(none, axis: 0)] {
+                    #expect(result.asArray(Float.self).count == result.size)
+                }
+            }
+            let rows = MLXArray.zeros([0, 32])
+            #expect(MLXFast.rmsNorm(rows, weight: MLXArray.ones([32]), eps: 1e-5).asArray(Float.self) == [])
+            #expect(addMM(rows, rows, MLXArray.ones([32, 32])).asArray(Float.self) == [])
         }
 
         @Test func rangesBeyondTheEnds() {

@@ -74,11 +74,12 @@ import Testing
     }
 
     /// The blocks between those that a step updates only pass dx on, and those below cost nothing.
-    @Test(arguments: Fixture.cases, ["plain", "kept", "offloaded", "dropout", "dora", "B alone"])
+    @Test(arguments: Fixture.cases, ["plain", "kept", "offloaded", "together", "dropout", "dora", "B alone"])
     func drawnBlocksHaveTheGradientsOfARunThatUpdatesAll(_ folder: URL, _ kind: String) throws {
         let fixture = try Fixture(folder, "gradients")
         var plan = Plan(tileBytes: 1 << 20)
         (plan.keptBlocks, plan.offload) = (kind == "kept" ? fixture.layers : 0, kind == "offloaded" ? .all : .none)
+        plan.order = kind == "together" ? .blocks : nil
         func trainer(_ share: Double?) throws -> Trainer {
             let trainer = try fixture.trainer(.mesp, plan: plan) {
                 ($0.blocksPerStep, $0.seed) = (share, 5)
@@ -98,7 +99,8 @@ import Testing
                 var gradients = [Int: MLXArray]()
                 trainer.beginStep(number)
                 let part = (example: try fixture.example(), weight: 1 / Float(fixture.length))
-                _ = try trainer.backpropagate([part]) { gradients[$0] = $1 }
+                let parts = Array(repeating: part, count: kind == "together" ? 2 : 1)
+                _ = try trainer.backpropagate(parts) { gradients[$0] = $1 }
                 return gradients
             }
             let (expected, found) = (try gradients(all), try gradients(some))
