@@ -57,6 +57,13 @@ def test_other_primitives_are_refused(tmp_path, primitive, function):
         check_functions(exported(tmp_path, function), "cpu")
 
 
+def test_two_arrays_of_one_id_are_refused(tmp_path):
+    file = exported(tmp_path, lambda x: mx.exp(mx.sin(x)))
+    first, second = (struct.pack("<Q", *each.outputs) for each in mlxfn.primitives(file))
+    with pytest.raises(ValueError, match="two arrays have one id"):
+        check_functions(file.replace(second, first), "cpu")
+
+
 def test_source_for_a_gpu_is_refused():
     file = mlxfn.one_primitive("Softmax", (False,), [mx.zeros(4)], (4,), mx.float32)
     file = replaced(file, *(struct.pack("<Q", len(n)) + n for n in (b"Softmax", b"CustomKernel")))

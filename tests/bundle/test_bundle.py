@@ -324,6 +324,19 @@ def test_layouts_hold_the_arrays_of_the_architecture(copy, name):
         Bundle(folder)
 
 
+@pytest.mark.parametrize("more", [-4, 4])
+def test_data_has_the_size_of_its_arrays(copy, more):
+    folder, edit = copy
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    (tokens,) = (file for file in files if file["path"] == "data/train.bin")
+    data = (folder / "data" / "train.bin").read_bytes() + bytes(4)
+    (folder / "data" / "train.bin").write_bytes(data[: tokens["size"] + more])
+    tokens["size"] += more
+    edit(files=files)
+    with pytest.raises(MespError, match="is damaged"):
+        Bundle(folder)
+
+
 def test_missing_file_is_named(copy):
     folder, _ = copy
     (folder / "embedding.bin").unlink()

@@ -292,6 +292,9 @@ def test_a_template_may_write_arguments_as_python_does(tokenizer, value):
 def test_answers_with_weight_0_are_not_trained(tokenizer):
     said = [user("a"), assistant("b", weight=0), user("c"), assistant("d", masked=False)]
     assert trained(tokenizer, PLAIN, *said) == ["d<|im_end|>\n"]
+    said[1]["content"] = "b<|im_end|>b"
+    untrained = "".join(trained(tokenizer, PLAIN, *said, loss_on="all"))
+    assert "b" not in untrained and untrained.startswith("<|im_start|>user\na")
 
 
 def test_answers_before_the_completion_are_not_trained(tokenizer):

@@ -6,7 +6,7 @@ import pytest
 from helpers.models import FAMILIES
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
-from mesp.models.config_json import check_lengths, complete, for_mlx_lm
+from mesp.models.config_json import check_lengths, complete, find_positions, for_mlx_lm
 
 SIZE, THETA, LONGEST = 64, 5e5, 131072
 BASE = THETA ** (-np.arange(0, SIZE, 2) / SIZE)
@@ -75,6 +75,11 @@ def test_frequencies(scaling, expected, factor):
     found, scale = turns(scaling)
     assert found == pytest.approx(expected, rel=1e-12)
     assert scale == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize(("most", "found"), [(0, None), (-1, None), ("8", None), (1, 1)])
+def test_positions_are_a_positive_number(most, found):
+    assert find_positions({"max_position_embeddings": most}) == found
 
 
 def test_llama3_slows_down_what_turns_seldom_in_the_original_length():
