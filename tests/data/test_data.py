@@ -410,11 +410,21 @@ def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
     assert line == said
 
 
+def test_text_that_fills_no_sequence_is_counted(chat_tokenizer, tmp_path, caplog):
+    path = write_records(tmp_path / "notes.jsonl", [{"text": f"Note {n}."} for n in range(20)])
+    tokens = len(load(path, chat_tokenizer, 100, hold_out=0)["train"].tokens)
+    assert f"The last {(tokens - 1) % 100} of {tokens} train tokens fill no sequence" in caplog.text
+    caplog.clear()
+    load(path, chat_tokenizer, 100, hold_out=0, pack=False, long="split")
+    assert "fill no sequence" not in caplog.text
+
+
 @pytest.mark.parametrize("pack", [False, True])
 def test_empty_records_are_left_out_and_counted(chat_tokenizer, tmp_path, caplog, pack):
     records = [{"text": ""}, *RECORDS["text"] * 2, {"text": ""}]
-    splits = load(write_records(tmp_path / "a.jsonl", records), chat_tokenizer, 40, pack=pack)
-    full = load(write_records(tmp_path / "b.jsonl", records[1:-1]), chat_tokenizer, 40, pack=pack)
+    # The stream fills three sequences.
+    splits = load(write_records(tmp_path / "a.jsonl", records), chat_tokenizer, 107, pack=pack)
+    full = load(write_records(tmp_path / "b.jsonl", records[1:-1]), chat_tokenizer, 107, pack=pack)
     assert tokens(splits).tolist() == tokens(full).tolist()
     (line,) = caplog.messages
     counts = "2 in train" if pack else "1 in train, 1 in valid"

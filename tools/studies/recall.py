@@ -35,6 +35,7 @@ from demo_real import find_model
 from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.commands.command import Command
+from mesp.data.load import DataOptions
 from mesp.data.prompts import encode_prompt
 from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.evaluation.evaluated_model import running_model
@@ -44,7 +45,8 @@ from studies.forgetting import ask, perplexities, write_texts
 OUT = Path("build/recall")
 SEQ_LEN = 64
 BATCH_SIZE = 2
-EPOCHS = {"notes": 20, "questions": 10}
+STEPS = 5  # for each fact
+WAYS = ("notes in one stream", "notes", "notes in a chat", "questions")
 MAX_TOKENS = 16
 QUESTIONS = ("same words", "other words", "backwards", "two facts", "known")
 
@@ -126,7 +128,9 @@ def ask_about(people: Sequence[Person]) -> list[Question]:
 
 
 def records(way: str, people: Sequence[Person]) -> list[dict[str, Any]]:
-    if way == "notes":
+    if way == "notes in a chat":
+        return [{"prompt": f"Tell me about {p.name}.", "completion": p.note} for p in people]
+    if way.startswith("notes"):
         return [{"text": person.note} for person in people]
     return [
         {"prompt": each.text, "completion": each.answer}
@@ -160,6 +164,16 @@ def answer(
     return Answers(right, mean(score.log_likelihood for score in likely))
 
 
+def export(source: str, way: str, facts: int, seed: int, people: Sequence[Person]) -> Bundle:
+    data = OUT / f"{way.replace(' ', '-')}-{facts}-{seed}"
+    write_data(data, train=records(way, people))
+    options = DataOptions(pack=None if way == "notes in one stream" else False, hold_out=0)
+    return mesp.export(
+        source, OUT / f"{data.name}.mesp", data=str(data), seq_len=SEQ_LEN, overwrite=True,
+        data_options=options,
+    )  # fmt: skip
+
+
 def learn(bundle: Bundle, name: str, **options: Any) -> RunLog:
     out = OUT / "runs" / name
     if not (out / "metrics.jsonl").exists() or RunLog.load(out).state() != "finished":
@@ -177,20 +191,17 @@ def learn(bundle: Bundle, name: str, **options: Any) -> RunLog:
     help="Train on questions also with this share of the blocks a step: for as many steps, and for "
     "as long. Repeatable.",
 )  # fmt: skip
-def main(model: str | None, facts: int, seeds: int, shares: tuple[float, ...]) -> None:
+@click.option("--only-questions", is_flag=True, help="Only what is trained on questions.")
+def main(
+    model: str | None, facts: int, seeds: int, shares: tuple[float, ...], only_questions: bool
+) -> None:
     """Measure recall of taught facts, and what is lost."""
     source = model or find_model()
     found: dict[str, list[tuple[Answers, dict[str, float], RunLog | None, float]]] = {}
     for seed in range(seeds):
         people = invent(facts // 3, seed)
         questions = ask_about(people)
-        bundles = {}
-        for way in EPOCHS:
-            data = OUT / f"{way}-{facts}-{seed}"
-            write_data(data, train=records(way, people))
-            bundles[way] = mesp.export(
-                source, OUT / f"{data.name}.mesp", data=str(data), seq_len=SEQ_LEN, overwrite=True
-            )
+        bundles = {way: export(source, way, facts, seed, people) for way in WAYS}
         bundle = bundles["questions"]
         texts, own = write_texts(()), ask(bundle)
         base = perplexities(bundle, texts, own, None)
@@ -208,20 +219,20 @@ def main(model: str | None, facts: int, seeds: int, shares: tuple[float, ...]) -
             lost = {name: value / base[name] - 1 for name, value in lost.items()}
             found.setdefault(label, []).append((answers, lost, run, seconds))
 
-        add("nothing")
-        add("all notes in the prompt", notes="all")
-        add("the right note in the prompt", notes="own")
-        for way, epochs in EPOCHS.items():
-            name = f"{way}-{facts}-{seed}"
-            run = learn(bundles[way], name, epochs=epochs, seed=seed)
+        if not only_questions:
+            add("nothing")
+            add("all notes in the prompt", notes="all")
+            add("the right note in the prompt", notes="own")
+        for way in ("questions",) if only_questions else WAYS:
+            run = learn(bundles[way], bundles[way].path.stem, steps=STEPS * facts, seed=seed)
             add(f"trained on {way}", run)
         for share in shares:
-            label, name = f"questions, {share:g} of the blocks", f"{name}-{share:g}"
-            same = learn(bundle, name, epochs=epochs, seed=seed, blocks_per_step=share)
+            label, name = f"questions, {share:g} of the blocks", f"{bundle.path.stem}-{share:g}"
+            options: dict[str, Any] = {"seed": seed, "blocks_per_step": share}
+            same = learn(bundle, name, steps=STEPS * facts, **options)
             add(f"{label}, same steps", same)
             steps = round(run.last_step * run.end["seconds"] / same.end["seconds"])
-            longer = learn(bundle, f"{name}-long", steps=steps, seed=seed, blocks_per_step=share)
-            add(f"{label}, same time", longer)
+            add(f"{label}, same time", learn(bundle, f"{name}-long", steps=steps, **options))
         Console(width=200, highlight=False).print(make_table(found, facts))
     draw(found, OUT / "recall.png")
 

@@ -138,6 +138,14 @@ def tokenize(
         sentences.append(
             f'Records differ in "{OPTIONS}", so the model is asked without: {len(kwargs)} kinds.'
         )
+    if kind is Text and pack:
+        count = len(splits["train"].tokens)
+        rest = (count - 1) % seq_len
+        if rest > count / 100:
+            sentences.append(
+                f"The last {rest:,} of {count:,} train tokens fill no sequence of {seq_len} and "
+                "are not trained: with --no-pack --long split all are."
+            )
     if sentences:
         log.warning("%s", " ".join(sentences))
     return {
