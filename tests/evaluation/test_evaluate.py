@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
@@ -133,6 +134,15 @@ def test_log_likelihoods_are_mlx_lms(bundle: Path, adapters: Path, tuned: bool):
         rolling = engine.text(text, 100)
         assert abs(rolling - in_windows(model, text, 100)) < PER_TOKEN * len(text)
         assert abs(rolling - whole) > 1
+
+        models = [mlx_lms(bundle, None), model]
+        logits = [np.array(each(mx.array([text[:-1]]))[0], dtype=np.float64) for each in models]
+        p, q = (each - np.logaddexp.reduce(each, axis=-1, keepdims=True) for each in logits)
+        kl = (np.exp(p) * (p - q)).sum()
+        assert engine.divergence(text, len(text)) == pytest.approx(kl, rel=1e-5)
+        assert (kl > 1) == tuned
+        windows = [engine.divergence(text[:101], 100), engine.divergence(text[100:201], 100)]
+        assert engine.divergence(text[:201], 100) == pytest.approx(sum(windows), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -327,6 +327,13 @@ class Evaluator:
         request = {"type": "text", "tokens": list(tokens), "window": window}
         return float(self._engine.ask(request)["log_likelihood"])
 
+    def divergence(self, tokens: Sequence[int], window: int) -> float:
+        """Returns the sum of KL(base ‖ model) over `tokens[1:]` in nats, in windows of `window`
+        tokens. The base is the model without adapters.
+        """
+        request = {"type": "divergence", "tokens": list(tokens), "window": window}
+        return float(self._engine.ask(request)["kl"])
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -72,7 +72,7 @@ def evaluate(
 
     The measure depends on the records' fields:
 
-    - ``text``: perplexity and bits per byte
+    - ``text``: perplexity, bits per byte, and the KL divergence from the base model in nats a token
     - ``prompt``, ``choices`` and ``answer``: accuracy of choosing
     - ``prompt`` and ``completion``, or ``messages``: share of right answers, and F1 of the words
 

@@ -75,6 +75,13 @@ class EvaluatedModel:
             return 0.0, 0
         return self.engine.text([self.prefix_token, *tokens], self.max_length), len(tokens)
 
+    def divergence(self, text: str, encode: Encode | None = None) -> float:
+        """Returns the sum of KL(base ‖ model) over a text's tokens, in nats."""
+        tokens = (encode or self.tokenizer.encode)(text, add_special_tokens=False)
+        return (
+            self.engine.divergence([self.prefix_token, *tokens], self.max_length) if tokens else 0.0
+        )
+
     def write(
         self,
         prompts: Sequence[list[int]],

@@ -73,7 +73,8 @@ def _score_text(model: EvaluatedModel, record: TextRecord, options: ScoringOptio
     encode = partial(encode_split, model.tokenizer) if options.split_special else None
     log_likelihood, tokens = model.log_likelihood(record.text, encode)
     size = len(record.text.encode())
-    return {"log_likelihood": log_likelihood, "tokens": tokens, "bytes": size}
+    kl = model.divergence(record.text, encode)
+    return {"log_likelihood": log_likelihood, "tokens": tokens, "bytes": size, "kl_from_base": kl}
 
 
 def _text_metrics(samples: list[Sample]) -> list[Metric]:
@@ -83,6 +84,7 @@ def _text_metrics(samples: list[Sample]) -> list[Metric]:
     return [
         Metric.of("perplexity", losses, tokens, final=exponential, higher_is_better=False),
         Metric.of("bits_per_byte", bits, size, higher_is_better=False),
+        Metric.of("kl_from_base", _column(samples, "kl_from_base"), tokens, higher_is_better=False),
     ]
 
 

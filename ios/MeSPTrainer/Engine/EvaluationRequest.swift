@@ -7,6 +7,7 @@ import MeSPSentences
 enum EvaluationRequest: Decodable, Sendable {
     case choices(Choices)
     case text(Text)
+    case divergence(Text)
     case generate(Texts)
 
     struct Choices: Decodable, Sendable {
@@ -35,10 +36,11 @@ enum EvaluationRequest: Decodable, Sendable {
 
     init(from decoder: any Decoder) throws {
         enum Key: String, CodingKey { case type }
-        enum Kind: String, Decodable { case choices, text, generate }
+        enum Kind: String, Decodable { case choices, text, divergence, generate }
         switch try decoder.container(keyedBy: Key.self).decode(Kind.self, forKey: .type) {
         case .choices: self = .choices(try Choices(from: decoder))
         case .text: self = .text(try Text(from: decoder))
+        case .divergence: self = .divergence(try Text(from: decoder))
         case .generate: self = .generate(try Texts(from: decoder))
         }
     }

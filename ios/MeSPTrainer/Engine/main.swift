@@ -144,6 +144,9 @@ func evaluate(_ file: URL) throws {
         case .text(let request):
             let sum = try evaluator.logLikelihood(of: request.tokens, window: request.window, atBlock: checkStop)
             try print("text", ["log_likelihood": sum])
+        case .divergence(let request):
+            let sum = try evaluator.divergence(of: request.tokens, window: request.window, atBlock: checkStop)
+            try print("divergence", ["kl": sum])
         case .generate(let request):
             try evaluator.generator.generate(
                 request.requests, atOnce: request.atOnce, atBlock: checkStop,

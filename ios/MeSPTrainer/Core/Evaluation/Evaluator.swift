@@ -15,12 +15,17 @@ package struct Evaluator {
 
     package let generator: Generator
     private let model: CachedModel
+    /// The model without adapters; nil if `model` has none.
+    private let base: CachedModel?
 
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = []) throws {
-        self.init(try CachedModel(bundle, adapters: adapters))
+        self.init(
+            try CachedModel(bundle, adapters: adapters), base: adapters.isEmpty ? nil : try CachedModel(bundle))
     }
 
-    init(_ model: CachedModel) { (self.model, generator) = (model, Generator(model)) }
+    init(_ model: CachedModel, base: CachedModel? = nil) {
+        (self.model, self.base, generator) = (model, base, Generator(model))
+    }
 
     /// - Parameters:
     ///   - continuations: token ids, at least one each.
@@ -67,14 +72,56 @@ package struct Evaluator {
     ///   - text: token ids, at least two.
     ///   - window: at least 1.
     package func logLikelihood(of text: [Int], window: Int, atBlock: () throws -> Void = {}) throws -> Double {
+        try windows(of: text, window).reduce(0) { sum, each in
+            try sum + score(each.tokens, from: each.first, atBlock).logLikelihood
+        }
+    }
+
+    /// Returns the sum of KL(base ‖ model) over a text's tokens except the first, in nats. The base is the model without adapters. The windows are
+    /// those of `logLikelihood`.
+    package func divergence(of text: [Int], window: Int, atBlock: () throws -> Void = {}) throws -> Double {
+        let windows = try windows(of: text, window)
+        guard let base else { return 0 }
+        return try windows.reduce(0) { sum, each in
+            try repeating(atBlock) {
+                let y = try outputs(base, each.tokens, from: each.first, atBlock)
+                let other = try outputs(model, each.tokens, from: each.first, atBlock)
+                return try model.bundle.withHead { weights in
+                    defer { Memory.clearCache() }
+                    let head = CrossEntropyHead(
+                        weights: weights, architecture: model.bundle.architecture,
+                        schedule: model.schedule(rows: y.dim(0), length: y.dim(0)))
+                    let terms = try head.divergences(y, other, atBoundary: atBlock).numbers(Float.self)
+                    return terms.reduce(sum) { $0 + Double($1) }
+                }
+            }
+        }
+    }
+
+    /// Returns y `[n, hidden]` of the tokens that predict `tokens[first...]`, evaluated.
+    private func outputs(
+        _ model: CachedModel, _ tokens: [Int], from first: Int, _ atBlock: () throws -> Void
+    ) throws -> MLXArray {
+        var (cache, parts) = (PromptCache(), [MLXArray]())
+        try model.forward(tokens.dropLast(), &cache, atBlock) { range, y in
+            let counted = range.clamped(to: first - 1..<tokens.count)
+            if !counted.isEmpty { parts.append(contiguous(y[(counted.lowerBound - range.lowerBound)...])) }
+        }
+        let all = concatenated(parts)
+        eval(all)
+        return all
+    }
+
+    /// Splits a text into windows. The tokens of a window from `first` on are predicted.
+    private func windows(of text: [Int], _ window: Int) throws -> [(tokens: [Int], first: Int)] {
         try check(text, "The text")
         guard text.count >= 2 else { throw MeSPError("The text must be at least two tokens long.") }
         guard window >= 1 else { throw MeSPError("window must be at least 1.") }
         let window = min(window, text.count)
-        return try stride(from: 1, to: text.count, by: window).reduce(0) { sum, first in
+        return stride(from: 1, to: text.count, by: window).map { first in
             let end = min(first + window, text.count)
             let start = max(0, end - 1 - window)
-            return try sum + score(Array(text[start..<end]), from: first - start, atBlock).logLikelihood
+            return (Array(text[start..<end]), first - start)
         }
     }
 
@@ -85,6 +132,7 @@ package struct Evaluator {
             try MLXErrors.repeating(
                 beforeRetry: {
                     model.forget()
+                    base?.forget()
                     try atBlock()
                 }, body)
         }

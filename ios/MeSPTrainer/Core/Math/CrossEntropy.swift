@@ -67,6 +67,15 @@ struct CrossEntropy {
         sums.weighted.map { $0 / sums.expSum - sloped(wTarget, sums.zTarget) }
     }
 
+    /// Returns KL(p ‖ q) = Σ p (log p − log q) `[t]` in nats, of p = softmax(z) and q = softmax(z′).
+    /// - Parameters:
+    ///   - z, other: logits z and z′ of all words, `[t, words]`
+    static func divergence(_ z: MLXArray, _ other: MLXArray) -> MLXArray {
+        let logP = z - z.logSumExp(axis: -1, keepDims: true)
+        let logQ = other - other.logSumExp(axis: -1, keepDims: true)
+        return (exp(logP) * (logP - logQ)).sum(axis: -1)
+    }
+
     private func capped(_ z: MLXArray) -> MLXArray { cap.map { softCap(z, $0) } ?? z }
 
     private func sloped(_ p: MLXArray, _ z: MLXArray) -> MLXArray { cap.map { p * softCapSlope(z, $0) } ?? p }

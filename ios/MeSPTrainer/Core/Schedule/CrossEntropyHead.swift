@@ -20,6 +20,15 @@ package struct CrossEntropyHead {
             schedule.each(of: formula.weight.rows, size: schedule.vocabularyRows) { formula.logits(h, $0) }, axis: -1)
     }
 
+    /// Returns KL(p ‖ q) in nats, float32 `[n]`, of the words' probabilities p after y and q after `other`, `[n, hidden]` each.
+    func divergences(_ y: MLXArray, _ other: MLXArray, atBoundary: () throws -> Void) rethrows -> MLXArray {
+        concatenated(
+            try schedule.each(of: y.dim(0), size: 16) { rows in
+                try atBoundary()
+                return CrossEntropy.divergence(logits(y[rows]), logits(other[rows]))
+            })
+    }
+
     /// - Returns: the losses in nats, float32 `[n]`, and whether the target has the largest logit, bool `[n]`.
     package func scores(_ y: MLXArray, targets: [Int32], atBoundary: () throws -> Void) rethrows
         -> (losses: MLXArray, isLargest: MLXArray)
