@@ -51,17 +51,24 @@ def model_with(bundle: Path, adapters: Path | None) -> nn.Module:
     return model
 
 
-def general_loss(model: nn.Module, bundle: Path, file: Path | None = None) -> float:
+def general_logs(model: nn.Module, bundle: Path, file: Path | None = None) -> tuple:
+    """Returns log p of all words at each position of the general text, and the targets."""
     vocab_size = mesp.load(bundle).manifest.architecture.vocab_size
     tokens = read_general_text(file, load_bundle_tokenizer(bundle), vocab_size).tokens.astype(
         np.int32
     )
-    total = count = 0
+    logs, targets = [], []
     for start in range(0, min(len(tokens) - 1, GENERAL_SEQUENCES * SEQ_LEN), SEQ_LEN):
         ids = mx.array(tokens[start : start + SEQ_LEN + 1])
-        losses = nn.losses.cross_entropy(model(ids[None, :-1])[0], ids[1:])
-        total, count = total + losses.sum().item(), count + losses.size
-    return total / count
+        logits = np.array(model(ids[None, :-1])[0], dtype=np.float64)
+        logs.append(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
+        targets += ids[1:].tolist()
+    return np.concatenate(logs), targets
+
+
+def general_loss(model: nn.Module, bundle: Path, file: Path | None = None) -> float:
+    logs, targets = general_logs(model, bundle, file)
+    return -logs[np.arange(len(targets)), targets].mean()
 
 
 def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path):
@@ -73,10 +80,12 @@ def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path)
     assert rise > 0.005
     record, tuned = kept.strength, model_with(bundle, kept.adapters)
     opened = mesp.load(bundle)
+    p, q = (general_logs(model, bundle)[0] for model in (untuned, tuned))
     # The engine and mlx-lm compute in float32, and sum in different orders.
     for found, expected in (
         (record["general_before"], before),
         (record["general_after"], general_loss(tuned, bundle)),
+        (record["general_kl"], (np.exp(p) * (p - q)).sum(axis=-1).mean()),
         (record["loss_before"], measure_held_out_loss(untuned, opened, SEQ_LEN, VAL_BATCHES)),
         (record["loss_after"], measure_held_out_loss(tuned, opened, SEQ_LEN, VAL_BATCHES)),
     ):

@@ -63,6 +63,7 @@ OPTIONAL: dict[str, dict[str, type]] = {
         "backward_seconds": float,
     },
     "eval": {"split": str, "accuracy": float},
+    "strength": {"general_kl": float},
     "event": {"event": str, "message": str},
 }
 
@@ -233,9 +234,11 @@ class RunLog:
         if not record["strength"]:
             return "Kept no adapters: none lower held-out loss and stay within --max-forgetting."
         change = math.expm1(min(record["general_after"] - record["general_before"], 700))
+        kl = record.get("general_kl")
+        kl = "" if kl is None else f", KL divergence {decimal(kl, 3)} nats a token"
         return (
             f"Kept the adapters at {record['strength']:.2f} of their strength: held-out loss "
-            f"{decimal(record['loss_after'], 3)}, perplexity on general text {change:+.1%}."
+            f"{decimal(record['loss_after'], 3)}, perplexity on general text {change:+.1%}{kl}."
         )
 
     @property

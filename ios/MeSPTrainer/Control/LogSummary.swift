@@ -129,7 +129,12 @@ extension LogRecord.Strength {
         }
         let loss = (String(format: "%.2f", lossBefore), String(format: "%.2f", lossAfter))
         let other = String(format: "%+.1f", 100 * expm1(generalAfter - generalBefore))
+        guard let generalKl else {
+            return
+                "The model has learned: held-out loss \(loss.0) before, \(loss.1) after; perplexity on other text \(other) percent."
+        }
+        let kl = String(format: "%.3f", generalKl)
         return
-            "The model has learned: held-out loss \(loss.0) before, \(loss.1) after; perplexity on other text \(other) percent."
+            "The model has learned: held-out loss \(loss.0) before, \(loss.1) after; on other text perplexity \(other) percent, KL divergence \(kl) nats a token."
     }
 }

@@ -95,6 +95,8 @@ public enum LogRecord: Sendable {
         package var lossAfter: Float
         package var generalBefore: Float
         package var generalAfter: Float
+        /// KL(base ‖ model) on the general text, in nats per token.
+        package var generalKl: Float?
     }
     public struct End: Codable, Sendable {
         package var reason: Reason

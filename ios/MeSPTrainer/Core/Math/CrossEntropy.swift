@@ -67,13 +67,36 @@ struct CrossEntropy {
         sums.weighted.map { $0 / sums.expSum - sloped(wTarget, sums.zTarget) }
     }
 
-    /// Returns KL(p ‖ q) = Σ p (log p − log q) `[t]` in nats, of p = softmax(z) and q = softmax(z′).
+    /// The sums of KL(p ‖ q) = Σ p (z − z′) − logsumexp(z) + logsumexp(z′) over some words, for p = softmax(z) and q = softmax(z′).
+    struct DivergenceSums: Arrays {
+        /// m and Σ exp(z − m), the same of z′, and Σ exp(z − m) (z − z′), `[t, 1]` each.
+        var m, expSum, mOther, expSumOther, weighted: MLXArray
+
+        init(tokens: Int) {
+            (m, expSum) = (MLXArray.full([tokens, 1], values: MLXArray(-Float.infinity)), MLXArray.zeros([tokens, 1]))
+            (mOther, expSumOther, weighted) = (m, expSum, expSum)
+        }
+
+        var arrays: [MLXArray] { [m, expSum, mOther, expSumOther, weighted] }
+
+        /// KL(p ‖ q) `[t, 1]`, in nats.
+        var divergence: MLXArray { weighted / expSum - (m + log(expSum)) + (mOther + log(expSumOther)) }
+    }
+
+    /// Adds the terms of some words.
+    ///
     /// - Parameters:
-    ///   - z, other: logits z and z′ of all words, `[t, words]`
-    static func divergence(_ z: MLXArray, _ other: MLXArray) -> MLXArray {
-        let logP = z - z.logSumExp(axis: -1, keepDims: true)
-        let logQ = other - other.logSumExp(axis: -1, keepDims: true)
-        return (exp(logP) * (logP - logQ)).sum(axis: -1)
+    ///   - h, other: RMSNorm(y) of some tokens, from which z and z′ are computed, `[t, hidden]` each
+    func addTerms(of words: Range<Int>, _ h: MLXArray, _ other: MLXArray, to sums: inout DivergenceSums) {
+        let (z, zOther) = (logits(h, words), logits(other, words))
+        let (m, mOther) = (Self.largest([sums.m, z]), Self.largest([sums.mOther, zOther]))
+        let (p, rescale) = (Self.exponential([z, m]), exp(sums.m - m))
+        sums.expSum = Self.rescaledSum([sums.expSum, rescale, p])
+        sums.weighted = Self.rescaledSum([sums.weighted, rescale, p * (z - zOther)])
+        sums.expSumOther = Self.rescaledSum([
+            sums.expSumOther, exp(sums.mOther - mOther), Self.exponential([zOther, mOther]),
+        ])
+        (sums.m, sums.mOther) = (m, mOther)
     }
 
     private func capped(_ z: MLXArray) -> MLXArray { cap.map { softCap(z, $0) } ?? z }

@@ -13,6 +13,15 @@ extension TokenStream.Sequences {
     }
 }
 
+extension TokenStream.Sequences {
+    /// Returns the mean KL divergence from the base model on the first `count` sequences, in nats per token.
+    func meanDivergence(_ model: BlockwiseModel, first count: Int) throws -> Float {
+        let examples = (0..<min(count, self.count)).map { self[$0] }
+        let sum = try examples.reduce(0) { try $0 + model.divergence($1) }
+        return Float(sum / Double(examples.reduce(0) { $0 + $1.counted.count }))
+    }
+}
+
 extension Splits {
     func evaluate(
         _ sequences: TokenStream.Sequences, _ objective: Objective, _ trainer: Trainer, _ record: inout LogRecord.Eval

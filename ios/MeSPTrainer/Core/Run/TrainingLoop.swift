@@ -287,6 +287,9 @@ final class TrainingLoop {
             chosen.generalAfter = try loss(general, Self.generalPieces, at: 1)
         } else {
             trainer.model.strength = chosen.strength
+            chosen.generalKl = try during(.evaluating) {
+                try general.meanDivergence(trainer.model, first: Self.generalPieces)
+            }
         }
         try trainer.model.saveAdapters(to: output.appendingPathComponent("adapters"))
         try append(.strength(chosen))

@@ -22,11 +22,16 @@ package struct CrossEntropyHead {
 
     /// Returns KL(p ‖ q) in nats, float32 `[n]`, of the words' probabilities p after y and q after `other`, `[n, hidden]` each.
     func divergences(_ y: MLXArray, _ other: MLXArray, atBoundary: () throws -> Void) rethrows -> MLXArray {
-        concatenated(
-            try schedule.each(of: y.dim(0), size: 16) { rows in
-                try atBoundary()
-                return CrossEntropy.divergence(logits(y[rows]), logits(other[rows]))
-            })
+        var (h, work) = ([y, other].map { formula.norm($0.asType(.float32)) }, 0)
+        let vocabulary = tiles(of: formula.weight.rows, size: schedule.vocabularyRows)
+        let parts = try schedule.each(of: y.dim(0), size: schedule.lossTokens) { t in
+            try schedule.reduce(vocabulary, CrossEntropy.DivergenceSums(tokens: t.count), reading: &h) {
+                sums, words, h in
+                try schedule.work(4 * t.count * y.dim(1) * words.count, since: &work, leaving: sums, atBoundary)
+                formula.addTerms(of: words, h[0][t], h[1][t], to: &sums)
+            }.divergence
+        }
+        return concatenated(parts)[0..., 0]
     }
 
     /// - Returns: the losses in nats, float32 `[n]`, and whether the target has the largest logit, bool `[n]`.

@@ -260,6 +260,23 @@ package final class BlockwiseModel {
         try loss(lastOutput(example, parameters: moved), example)
     }
 
+    /// Returns the sum of KL(base ‖ model) at the positions `Example.counted`, in nats. The base is the model without the adapters' output.
+    func divergence(_ example: Example) throws -> Double {
+        let own = strength
+        defer { strength = own }
+        let (base, other) = try (lastOutput(example, strength: 0), lastOutput(example, strength: own))
+        let counted = MLXArray.of(example.counted.map { Int32($0) })
+        return try head(base) { head in
+            let terms = try head.divergences(base[0][counted], other[0][counted]) { try clock.boundary() }
+            return try terms.numbers(Float.self).reduce(0) { $0 + Double($1) }
+        }
+    }
+
+    private func lastOutput(_ example: Example, strength: Float) throws -> MLXArray {
+        self.strength = strength
+        return try lastOutput(example) { $1 }
+    }
+
     func lastOutput(
         _ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray,
         check: (_ block: Int, _ y: MLXArray) throws -> Void = { _, _ in }
