@@ -391,8 +391,9 @@ import MeSPSentences
             try inFolder { adapters in
                 try fixture.bundle.withDevice { try fixture.trainer(.mesp).model.saveAdapters(to: adapters) }
                 func evaluate() throws -> Double {
-                    try Evaluator(fixture.bundle, adapters: [.init(adapters)]).logLikelihood(
-                        of: Array(1...9), window: 4)
+                    let evaluator = try Evaluator(fixture.bundle, adapters: [.init(adapters)])
+                    return try evaluator.logLikelihood(of: Array(1...9), window: 4)
+                        + evaluator.divergence(of: Array(1...9), window: 4)
                 }
                 let (expected, report) = withMetal(.init()) { try evaluate() }
                 for buffer in stride(from: 1, through: report.commandBuffers, by: 5) {

@@ -23,6 +23,8 @@ package final class Trainer {
     let reference: ReferenceModel
     let plan: Plan
     private let inputsFile: ArrayFile?
+    /// The blocks that steps have updated so far.
+    private var updated = Set<Int>()
 
     /// The dropout key of a step, and the number of its sequences so far; nil without dropout.
     var dropout: (key: DropoutKey, sequences: Int)?
@@ -128,7 +130,9 @@ package final class Trainer {
             }
         }
         sequences = []
-        (model.isWarm, clock.hasChanged) = (true, false)
+        updated.formUnion(model.drawn)
+        model.isWarm = model.isWarm || updated.count == model.trained.count
+        clock.hasChanged = false
     }
 
     /// Returns the gradient of a block's trained parameters for a sequence, plus `sum`; without numbers if the block is not drawn. Replaces the

@@ -7,113 +7,27 @@ import Testing
 @testable import MeSPCore
 
 @Suite(.serialized) struct DoRATests {
-    private static let cases = Fixture.cases.filter(hasDoRA)
-    private static let roundedCases = Fixture.roundedCases.filter(hasDoRA)
-
-    private static func hasDoRA(_ folder: URL) -> Bool {
-        FileManager.default.fileExists(atPath: folder.appendingPathComponent("dora.safetensors").path)
-    }
-
-    /// The tolerance for another order of sums in float32.
-    private let tolerance: Float = 1e-4
-
-    private func trainer(
-        _ fixture: Fixture, _ method: GradientMethod = .mesp, plan: Plan = Plan(tileBytes: 1 << 20),
-        _ change: (inout RunSettings) throws -> Void = { _ in }
-    ) throws -> Trainer {
-        try fixture.trainer(method, plan: plan) {
-            $0.dora = true
-            try change(&$0)
-        }
-    }
-
-    private func gradients(_ fixture: Fixture, plan: Plan = Plan(tileBytes: 1 << 20)) throws -> (Float, [Int: MLXArray])
-    {
-        var gradients = [Int: MLXArray]()
-        let loss = try fixture.backpropagate(trainer(fixture, plan: plan)) { gradients[$0] = $1 }
-        return (loss, gradients)
-    }
-
-    private func errors(_ gradient: MLXArray, _ expected: MLXArray, _ layout: LoRALayout) throws -> [String: Float] {
-        var errors = [String: Float]()
-        #expect(gradient.shape == expected.shape && gradient.size == layout.count)
-        for module in layout.modules {
-            let (ours, reference) = (layout.matrices(module, in: gradient), layout.matrices(module, in: expected))
-            errors["\(module.name).A"] = relativeError(ours.a, reference.a)
-            errors["\(module.name).B"] = relativeError(ours.b, reference.b)
-            errors["\(module.name).m"] = relativeError(try #require(ours.m), try #require(reference.m))
-        }
-        return errors
-    }
-
-    @Test func fixturesAreThere() { #expect(Self.cases.count > 30 && Self.roundedCases.count > 8) }
-
-    @Test(arguments: cases) func gradientsEqualTheReference(_ folder: URL) throws {
-        let fixture = try Fixture(folder, "dora")
-        let (loss, gradients) = try gradients(fixture)
-        #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < tolerance)
-        #expect(gradients.count == fixture.layers)
-        let layouts = try trainer(fixture).model.layouts
-        for (block, gradient) in gradients {
-            for (name, error) in try errors(gradient, fixture.array("grad.\(block)"), layouts[block]) {
-                #expect(error < tolerance, "block \(block) \(name): \(error)")
-            }
-        }
-    }
+    private static let cases = AdapterVariant.dora.cases()
+    private let variant = AdapterVariant.dora
+    private let tolerance = AdapterVariant.tolerance
 
     @Test(arguments: cases) func withDropoutToo(_ folder: URL) throws {
-        let fixture = try Fixture(folder, "dora")
-        let trainer = try trainer(fixture) { $0.dropout = try fixture.number("dropout") }
-        trainer.beginStep(Int(try fixture.number("step")))
-        trainer.dropout?.sequences = Int(try fixture.number("sequence"))
+        let fixture = try variant.fixture(folder)
+        let trainer = try variant.trainer(fixture) { $0.dropout = try fixture.number("dropout") }
+        try AdapterVariant.drawMasks(of: fixture, trainer)
         let loss = try fixture.backpropagate(trainer) { block, gradient in
             let expected = try fixture.array("dropout.grad.\(block)")
-            for (name, error) in try errors(gradient, expected, trainer.model.layouts[block]) {
-                #expect(error < tolerance, "block \(block) \(name): \(error)")
-            }
+            try variant.expectEqual(gradient, expected, trainer.model.layouts[block], block)
         }
         #expect(relativeError(MLXArray([loss]), try fixture.array("dropout.loss")) < tolerance)
     }
 
-    @Test(arguments: cases) func theyAreTheSameByAnyPlan(_ folder: URL) throws {
-        let fixture = try Fixture(folder, "dora")
-        let (loss, expected) = try gradients(fixture)
-        var (kept, offloaded) = (Plan(tileBytes: 1 << 20), Plan(tileBytes: 1 << 10))
-        (kept.keptBlocks, offloaded.offload) = (fixture.layers, .all)
-        let found = [
-            "small, offloaded": try gradients(fixture, plan: offloaded), "kept": try gradients(fixture, plan: kept),
-            "plain": try Processor.$cpu.withValue(.plainCPU) { try gradients(fixture, plan: Plan(tileBytes: 1 << 10)) },
-            "segments": try Schedule.$segmentTokens.withValue(4) { try gradients(fixture) },
-        ]
-        for (name, (itsLoss, all)) in found {
-            #expect(abs(itsLoss - loss) < 1e-5 * abs(loss), "\(name)")
-            for (block, gradient) in all {
-                #expect(relativeError(gradient, try #require(expected[block])) < tolerance, "\(name), block \(block)")
-            }
-        }
-    }
-
-    /// A gate with one output per head has few values, so its error varies more and its bound is larger.
-    @Test(arguments: roundedCases) func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
-        let fixture = try Fixture(folder, "dora")
-        let trainer = try trainer(fixture)
-        _ = try fixture.backpropagate(trainer) { block, gradient in
-            let (exact, layout) = (try fixture.array("grad.\(block)"), trainer.model.layouts[block])
-            let floor = try errors(try fixture.array("floor.\(block)"), exact, layout)
-            for (name, error) in try errors(gradient, exact, layout) {
-                let least = try #require(floor[name])
-                let bar: Float = name.contains("g_proj") ? 8 : 4
-                #expect(error <= bar * least, "block \(block) \(name): \(error), floor \(least)")
-            }
-        }
-    }
-
     @Test(arguments: cases) func itBeginsAsTheModel(_ folder: URL) throws {
-        let fixture = try Fixture(folder, "dora")
-        let (trainer, lora) = (try trainer(fixture), try fixture.trainer(.mesp))
+        let fixture = try variant.fixture(folder)
+        let (trainer, lora) = (try variant.trainer(fixture), try fixture.trainer(.mesp))
         for block in trainer.model.trained {
             let (layout, found) = (trainer.model.layouts[block], try trainer.model.parameters(block))
-            for (name, error) in try errors(found, fixture.array("start.\(block)"), layout) {
+            for (name, error) in try variant.errors(found, fixture.array("start.\(block)"), layout) {
                 #expect(name.hasSuffix(".B") || error < 1e-6, "block \(block) \(name): \(error)")
             }
         }
@@ -122,20 +36,10 @@ import Testing
         }
     }
 
-    @Test(arguments: cases) func lossesOfARunEqualTheReference(_ folder: URL) throws {
-        let fixture = try Fixture(folder, "dora")
-        let stream = try #require(try fixture.bundle.tokens("train")).sequences(lengths: [fixture.length])
-        let trainer = try trainer(fixture) { $0.learningRate = try fixture.number("learning_rate") }
-        for (step, expected) in try fixture.array("losses").asArray(Float.self).enumerated() {
-            let loss = try trainer.step([SequenceLoss([stream.training(step, seed: 0)])], number: step).loss
-            #expect(abs(loss - expected) < tolerance * expected, "step \(step): \(loss), \(expected)")
-        }
-    }
-
     @Test(arguments: cases) func lossesOfMeZOToo(_ folder: URL) throws {
-        let fixture = try Fixture(folder, "dora")
+        let fixture = try variant.fixture(folder)
         let stream = try #require(try fixture.bundle.tokens("train")).sequences(lengths: [fixture.length])
-        let trainer = try trainer(fixture, .mezo) { $0.learningRate = try fixture.number("mezo_learning_rate") }
+        let trainer = try variant.trainer(fixture, .mezo) { $0.learningRate = try fixture.number("mezo_learning_rate") }
         for (step, expected) in try fixture.array("mezo").asArray(Float.self).enumerated() {
             let losses = [SequenceLoss([stream.training(step, seed: 0)])]
             let loss = try trainer.stepByMeZO(losses, number: step).loss
@@ -146,8 +50,8 @@ import Testing
     /// At the start π equals π₀, so DPO's loss is log 2. With other adapters, the reference model still gives the loss of the start.
     @Test(arguments: cases.filter { ["tied-32", "qwen3_moe", "tied-gpu"].contains($0.lastPathComponent) })
     func theReferenceModelIsTheBase(_ folder: URL) throws {
-        let fixture = try Fixture(folder, "dora")
-        let trainer = try trainer(fixture) { ($0.objective, $0.batchSize) = (.dpo, 2) }
+        let fixture = try variant.fixture(folder)
+        let trainer = try variant.trainer(fixture) { ($0.objective, $0.batchSize) = (.dpo, 2) }
         let example = try fixture.example()
         let answers = [true, false].map {
             PreferenceAnswer(
@@ -165,9 +69,9 @@ import Testing
     @Test(arguments: cases, [nil, ["o", "out", "down"]]) func generationIsTheSame(_ folder: URL, _ some: [String]?)
         throws
     {
-        let fixture = try Fixture(folder, "dora")
+        let fixture = try variant.fixture(folder)
         let names = fixture.bundle.architecture.trainableNames
-        let trainer = try trainer(fixture) { $0.projections = some.map { $0.filter(names.contains) } }
+        let trainer = try variant.trainer(fixture) { $0.projections = some.map { $0.filter(names.contains) } }
         let rank = Int(try fixture.number("rank"))
         let example = try fixture.example()
         try fixture.bundle.withDevice {
@@ -193,7 +97,7 @@ import Testing
     ///
     /// W′ is the weight matrix with one adapter. For LoRA, it is W + s (A B)ᵀ. For DoRA, the rows of that matrix are also scaled to the norms m.
     @Test(arguments: cases) func aStackIsTheFusedSum(_ folder: URL) throws {
-        let fixture = try Fixture(folder, "dora")
+        let fixture = try variant.fixture(folder)
         let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)
         let rank = Int(try fixture.number("rank"))
         let (ofDoRA, ofLoRA) = (architecture.layouts(rank: rank, hasMagnitudes: true), architecture.layouts(rank: 3))
@@ -238,7 +142,7 @@ import Testing
     }
 
     @Test(arguments: cases) func absentModulesAreTheModels(_ folder: URL) throws {
-        let fixture = try Fixture(folder, "dora")
+        let fixture = try variant.fixture(folder)
         let layouts = fixture.bundle.architecture.layouts(rank: 2, hasMagnitudes: true)
         try fixture.bundle.withDevice {
             for (block, layout) in layouts.enumerated() {
