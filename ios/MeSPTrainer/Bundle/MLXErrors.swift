@@ -140,8 +140,8 @@ package enum MLXErrors {
                     } catch let error where error is MLXFailure || error is CancellationError || error is GPUWithdrawn {
                         throw error
                     } catch {
-                        // The reason may be garbage of a failed command buffer.
-                        stream.synchronize()
+                        // The reason may be garbage of a failed command buffer. After an interruption iOS may refuse the GPU.
+                        if !isInterrupted { stream.synchronize() }
                         throw error
                     }
                 }

@@ -193,6 +193,33 @@
             for (first, second) in zip(gradients[0], gradients[1]) { #expect(first.arrayEqual(second).item(Bool.self)) }
         }
 
+        /// For example, a full disk, where the log gets no record of a pause's end.
+        @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("gpu") })
+        func afterAnErrorAtABoundaryNoGPUIsUsed(_ folder: URL) throws {
+            struct DiskIsFull: Error {}
+            let fixture = try Fixture(folder, "gradients")
+            Device.gpuIsSimulated = true
+            defer { Device.gpuIsSimulated = false }
+            let trainer = try fixture.bundle.withDevice { try fixture.trainer(.mesp) }
+            var (place, ended) = (0, false)
+            while !ended {
+                var calls = 0
+                trainer.clock.atBlock = {
+                    calls += 1
+                    guard calls > place else { return }
+                    if calls == place + 1 { beginMetal(.init()) }
+                    throw DiskIsFull()
+                }
+                do {
+                    _ = try fixture.bundle.withDevice { try fixture.backpropagate(trainer) { _, _ in } }
+                } catch is DiskIsFull {}
+                ended = calls <= place
+                if !ended { #expect(endMetal().commandBuffers == 0, "boundary \(place)") }
+                place += 1
+            }
+            #expect(place > 10)
+        }
+
         @Test(arguments: [GradientMethod.mesp, .mebp, .mezo]) func aCPUBundleTrainsOnTheCPU(_ method: GradientMethod)
             throws
         {

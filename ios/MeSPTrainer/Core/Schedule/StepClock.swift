@@ -22,13 +22,15 @@ package final class StepClock {
     func boundary() throws {
         let start = ContinuousClock.now
         defer { time.waiting += (.now - start) / .seconds(1) }
-        do { try atBlock() } catch is CancellationError where hasChanged {}
+        do { try atBlock() } catch is CancellationError where hasChanged {
+        } catch {
+            MLXErrors.interrupt(error)
+            throw error
+        }
     }
 
     /// Waits within a block, if `atBlock` waits. An error of `atBlock` interrupts work on a GPU. On a CPU, a stop takes effect at the next boundary.
-    func pause() {
-        do { try boundary() } catch { MLXErrors.interrupt(error) }
-    }
+    func pause() { try? boundary() }
 
     /// Performs a piece of a step's work, on a GPU in a workspace (`withWorkspace`) and again if MLX fails (`MLXErrors.repeating`).
     func repeating<R>(in workspace: Int? = nil, confirms: Bool = true, _ body: () throws -> R) throws -> R {
