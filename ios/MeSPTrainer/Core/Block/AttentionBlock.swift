@@ -152,8 +152,8 @@ extension Block {
         let attnOut = intermediates.attention.attnOut.asType(.float32)
         guard mixer.gateDim > 0 else { return (outputProjectionBackward(.o, attnOut, dy: dOut, &gradients), nil) }
         let gate = OutputGate(g: intermediates.attention.q[.ellipsis, mixer.headDim...].swappedAxes(0, 1))
-        let d = gate.backward(attnOut, dy: outputProjectionBackward(.o, gate(attnOut), dy: dOut, &gradients))
-        return schedule.part(d.dx, d.dg)
+        return tiled(gate).backward(
+            attnOut, dy: outputProjectionBackward(.o, gate(attnOut), dy: dOut, &gradients))
     }
 }
 

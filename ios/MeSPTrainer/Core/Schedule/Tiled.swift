@@ -9,3 +9,10 @@ struct Tiled<Formula> {
 
     func tiled<Other>(_ formula: Other) -> Tiled<Other> { Tiled<Other>(formula, schedule) }
 }
+
+extension Tiled where Formula == OutputGate {
+    func backward(_ x: MLXArray, dy: MLXArray) -> (dx: MLXArray, dg: MLXArray) {
+        let (dx, dg) = formula.backward(x, dy: dy)
+        return schedule.part(dx, dg)
+    }
+}
