@@ -197,11 +197,12 @@ def main(
 ) -> None:
     """Measure recall of taught facts, and what is lost."""
     source = model or find_model()
+    ways = ("questions",) if only_questions else WAYS
     found: dict[str, list[tuple[Answers, dict[str, float], RunLog | None, float]]] = {}
     for seed in range(seeds):
         people = invent(facts // 3, seed)
         questions = ask_about(people)
-        bundles = {way: export(source, way, facts, seed, people) for way in WAYS}
+        bundles = {way: export(source, way, facts, seed, people) for way in ways}
         bundle = bundles["questions"]
         texts, own = write_texts(()), ask(bundle)
         base = perplexities(bundle, texts, own, None)
@@ -223,7 +224,7 @@ def main(
             add("nothing")
             add("all notes in the prompt", notes="all")
             add("the right note in the prompt", notes="own")
-        for way in ("questions",) if only_questions else WAYS:
+        for way in ways:
             run = learn(bundles[way], bundles[way].path.stem, steps=STEPS * facts, seed=seed)
             add(f"trained on {way}", run)
         for share in shares:
