@@ -19,10 +19,10 @@ extension CheckSuite {
         return run
     }
 
-    func cpu(_ trainer: Trainer, of other: ModelBundle? = nil, length: Int? = nil) -> FormulasOnCPU {
+    func cpu(of other: ModelBundle? = nil, length: Int? = nil) -> FormulasOnCPU {
         let length = length ?? shortest
         return FormulasOnCPU(
-            bundle: other ?? bundle, layouts: trainer.model.layouts, scale: trainer.model.scale,
+            bundle: other ?? bundle,
             // The whole sequence is one segment, because a block function returns all intermediates at once.
             schedule: Schedule.$segmentTokens.withValue(length) {
                 Schedule(
@@ -97,16 +97,15 @@ extension CheckSuite {
             // Each block gets the embedding as its input. So the shared keys and values are also computed from the embedding.
             let context = try model.makeContext(example, x0: x)
             try addKeysAndValues(before: block, x, model, context)
-            let side = try sideInputs(block, x, lora, model, context)
+            let formulas = try makeBlock(block, x, lora, model, context)
             let outputs = try bundle.withBlock(block) { weights in
-                let formulas = Block(
-                    weights: weights, lora: lora, layout: model.layouts[block], scale: model.scale,
-                    schedule: Schedule(bundle.processor), side: side)
-                let outputs = try function(formulas).outputs(x).list
+                var mapped = formulas
+                (mapped.weights, mapped.schedule) = (weights, Schedule(bundle.processor))
+                let outputs = try function(mapped).outputs(x).list
                 eval(outputs)
                 return outputs
             }
-            let expected = try cpu(trainer).outputs(block, x, lora, side).list
+            let expected = try cpu().outputs(block, formulas, x).list
             let names = BlockOutputs.names(of: architecture.block(block).mixer)
             return try zip(names, zip(outputs, expected)).map { name, pair in
                 let name = "\(block).\(name)" + (records == nil ? "" : ".packed")
@@ -147,15 +146,13 @@ extension CheckSuite {
             [Measurement("loss", error(MLXArray(loss), sum))] + found)
     }
 
-    /// Returns the block's inputs besides x. The context must have the shared keys and values of earlier blocks. If this block shares its keys and
-    /// values with later blocks, they are added to the context.
-    func sideInputs(
+    /// Makes a block with all its inputs besides x; its weights are no longer mapped. The context must have the shared keys and values of earlier
+    /// blocks. If this block shares its keys and values with later blocks, they are added to the context.
+    func makeBlock(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ model: BlockwiseModel,
         _ context: BlockwiseModel.SequenceContext
-    ) throws -> SideInputs {
-        try bundle.withBlock(block) {
-            try model.makeForwardBlock(block, $0, lora, context, x).side
-        }
+    ) throws -> Block {
+        try bundle.withBlock(block) { try model.makeForwardBlock(block, $0, lora, context, x) }
     }
 
     private func output(
@@ -170,7 +167,7 @@ extension CheckSuite {
         before block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.SequenceContext
     ) throws {
         for owner in architecture.owners where owner < block {
-            _ = try sideInputs(owner, x, model.parameters(owner), model, context)
+            _ = try makeBlock(owner, x, model.parameters(owner), model, context)
         }
     }
 
@@ -187,15 +184,14 @@ extension CheckSuite {
     func gradientsOnCPU(
         _ trainer: Trainer, _ input: (x: MLXArray, context: BlockwiseModel.SequenceContext)
     ) throws -> (loss: MLXArray, gradients: [Int: MLXArray]) {
-        let (model, cpu, example) = (trainer.model, cpu(trainer), example(shortest))
+        let (model, cpu, example) = (trainer.model, cpu(), example(shortest))
         var x = input.x
-        var inputs = [Int: (x: MLXArray, side: SideInputs)]()
+        var inputs = [Int: (x: MLXArray, block: Block)]()
         for block in trainer.model.trained {
             try atBlock()
-            let lora = try model.parameters(block)
-            let side = try sideInputs(block, x, lora, model, input.context)
-            inputs[block] = (x, side)
-            x = try cpu.outputs(block, x, lora, side).y
+            let formulas = try makeBlock(block, x, model.parameters(block), model, input.context)
+            inputs[block] = (x, formulas)
+            x = try cpu.outputs(block, formulas, x).y
         }
         let weight = 1 / Float(example.counted.count)
         var (sum, d) = try cpu.lossAndGradient(x, example, scale: weight)
@@ -203,10 +199,9 @@ extension CheckSuite {
         var dShared = [Int: MixerState.KeyValues]()
         for block in trainer.model.trained.reversed() {
             try atBlock()
-            guard let (x, side) = inputs.removeValue(forKey: block) else { continue }
-            let lora = try model.parameters(block)
+            guard let (x, formulas) = inputs.removeValue(forKey: block) else { continue }
             gradients[block] = try cpu.backward(
-                block, x, lora, side, cpu.outputs(block, x, lora, side).intermediates, d: &d, dShared: &dShared)
+                block, formulas, x, cpu.outputs(block, formulas, x).intermediates, d: &d, dShared: &dShared)
         }
         return (sum * weight, gradients)
     }
@@ -231,7 +226,7 @@ extension CheckSuite {
         let errors = try [1, 2, 3].filter { $0 <= shortest }.flatMap { count in
             let few = Example(tokens: whole.tokens, counted: Array(shortest - count..<shortest))
             let (loss, dy) = try model.lossAndGradient(y, few, scale: 1)
-            let (expectedLoss, expected) = try cpu(trainer).lossAndGradient(y, few, scale: 1)
+            let (expectedLoss, expected) = try cpu().lossAndGradient(y, few, scale: 1)
             return try [
                 Measurement("loss of \(count)", error(MLXArray(loss), expectedLoss)),
                 Measurement("gradient of \(count)", error(tamper("head.few_targets", dy), expected)),

@@ -24,8 +24,8 @@ extension CheckSuite {
         }
         let trainer = try makeTrainer(fewBlocks(.mesp))
         let (model, blocks) = (trainer.model, trainer.model.trained)
-        let forward = cpu(trainer, length: Self.differenceTokens)
-        let backward = cpu(trainer, of: derivatives, length: Self.differenceTokens)
+        let forward = cpu(length: Self.differenceTokens)
+        let backward = cpu(of: derivatives, length: Self.differenceTokens)
         let example = example(Self.differenceTokens)
 
         var inputs = [Int: MLXArray]()
@@ -36,7 +36,7 @@ extension CheckSuite {
         /// Returns the outputs of a block with the parameters `lora`. `lora` also determines the keys and values that the block shares with later
         /// blocks.
         func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> BlockOutputs {
-            try forward.outputs(block, x, lora, sideInputs(block, x, lora, model, context))
+            try forward.outputs(block, makeBlock(block, x, lora, model, context), x)
         }
         for block in blocks {
             try atBlock()
@@ -55,8 +55,7 @@ extension CheckSuite {
             let gradient = tamper(
                 "gradients.differences",
                 try backward.backward(
-                    block, x, lora, sideInputs(block, x, lora, model, context), intermediates, d: &d, dShared: &dShared)
-            )
+                    block, makeBlock(block, x, lora, model, context), x, intermediates, d: &d, dShared: &dShared))
             func loss(_ changed: MLXArray) throws -> Double {
                 var y = try outputs(block, x, changed).y
                 for later in block + 1..<model.blocks.upperBound {

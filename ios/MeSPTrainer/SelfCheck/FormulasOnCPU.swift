@@ -6,12 +6,10 @@ import MeSPCore
 /// Computes a block and the head by the formulas, on the CPU in float32. The self-check compares the device's results with these results.
 struct FormulasOnCPU {
     let bundle: ModelBundle
-    let layouts: [LoRALayout]
-    let scale: Float
     let schedule: Schedule
 
-    func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ side: SideInputs) throws -> BlockOutputs {
-        try withBlock(block, lora, side) { block in
+    func outputs(_ index: Int, _ block: Block, _ x: MLXArray) throws -> BlockOutputs {
+        try onCPU(index, block) { block in
             let outputs = block.outputs(x.asType(.float32))
             eval(outputs.list)
             return outputs
@@ -22,11 +20,11 @@ struct FormulasOnCPU {
     ///
     /// - Parameter dShared: the gradients of shared keys and values, by the index of the block that computes them.
     func backward(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ side: SideInputs, _ intermediates: Intermediates,
+        _ index: Int, _ block: Block, _ x: MLXArray, _ intermediates: Intermediates,
         d: inout MLXArray, dShared: inout [Int: MixerState.KeyValues]
     ) throws -> MLXArray {
-        let owner = bundle.architecture.keysOf(block) ?? block
-        return try withBlock(block, lora, side) { block in
+        let owner = bundle.architecture.keysOf(index) ?? index
+        return try onCPU(index, block) { block in
             block.structuredBackward(
                 x: x.asType(.float32), intermediates, d: &d, wantsDx: true, dShared: &dShared[owner])
         }
@@ -63,15 +61,12 @@ struct FormulasOnCPU {
         }
     }
 
-    private func withBlock<R>(
-        _ block: Int, _ lora: MLXArray, _ side: SideInputs, _ body: (Block) throws -> R
-    ) throws -> R {
+    private func onCPU<R>(_ index: Int, _ block: Block, _ body: (Block) throws -> R) throws -> R {
         try Device.withDefaultDevice(.cpu) {
-            try bundle.withBlock(block) { weights in
-                try body(
-                    Block(
-                        weights: weights.onCPU, lora: lora, layout: layouts[block], scale: scale, schedule: schedule,
-                        side: side))
+            try bundle.withBlock(index) { weights in
+                var onCPU = block
+                (onCPU.weights, onCPU.schedule) = (weights.onCPU, schedule)
+                return try body(onCPU)
             }
         }
     }

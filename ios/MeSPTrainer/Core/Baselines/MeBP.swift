@@ -14,7 +14,7 @@ extension BlockwiseModel {
         lazy.schedule.isLazy = true
         func plain(_ block: Block) -> any BlockForward { function.map { $0(block) } ?? block }
         // Shared keys and values are outputs of the block that computes them, and inputs of the other blocks that attend to them.
-        let (taken, sum) = (block.side.shared, block.side.shared == nil ? dShared : nil)
+        let (taken, sum) = (block.shared, block.shared == nil ? dShared : nil)
         let dtype = x.dtype
         func gradients(
             cotangents: [MLXArray], of outputs: @escaping (_ pass: any BlockForward, _ x: MLXArray) throws -> [MLXArray]
@@ -26,7 +26,7 @@ extension BlockwiseModel {
                         do {
                             var block = lazy
                             block.lora = layout.replacing(in: lora, trained: primals[1])
-                            if taken != nil { block.side.shared = .init(keys: primals[2], values: primals[3]) }
+                            if taken != nil { block.shared = .init(keys: primals[2], values: primals[3]) }
                             return try Processor.withPlainCPU { try outputs(plain(block), primals[0]) }
                         } catch {
                             failure = error

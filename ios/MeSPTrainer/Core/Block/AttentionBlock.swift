@@ -68,10 +68,10 @@ extension Block {
     ) -> MixerResult {
         let attention = weights.attention(mixer)
         let q = project(.q, mixerIn).byHead(mixer.numAttentionHeads)
-        let caches = side.shared.map { shared in sequences.map { shared[$0] } } ?? sharedStates
+        let caches = shared.map { shared in sequences.map { shared[$0] } } ?? sharedStates
         precondition(caches.count == sequences.count, "the keys of another block are missing")
         let parts = zip(sequences, caches).map { rows, cache in
-            let start = side.shared == nil ? cache.count - rows.count : rows.lowerBound
+            let start = shared == nil ? cache.count - rows.count : rows.lowerBound
             return tiled(attention)(
                 q: attention.query(q[0..., rows], at: .from(start)), k: cache.keys[0..., 0..<cache.count],
                 v: cache.values[0..., 0..<cache.count]
@@ -79,7 +79,7 @@ extension Block {
         }
         for (index, cache) in caches.enumerated() { states[index] = .shared(count: cache.count) }
         let attnOut = concatenated(parts)
-        let keys = side.shared ?? caches[0]
+        let keys = shared ?? caches[0]
         return (
             .attention(q: q, k: keys.keys, v: keys.values, attnOut: attnOut),
             linear(.o)(attnOut)

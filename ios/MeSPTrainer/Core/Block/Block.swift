@@ -10,31 +10,42 @@ import MeSPBundle
 /// In a block with post-norms, the outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y and the
 /// outputs of the mixer's input projections have the bundle's dtype.
 package struct Block {
-    let weights: BlockWeights
+    package var weights: BlockWeights
     var lora: MLXArray
     var dora: DoRA?
     let layout: LoRALayout
     let scale: Float
-    var schedule: Schedule
+    package var schedule: Schedule
     /// The matrices of the adapters whose gradients the backward pass computes.
     var wanted: LoRALinear.Wanted
     var keptLayers: [Projection: LoRALinear]?
-    package var side: SideInputs
+    /// The rows of each record, see `Example.records`; nil for one record.
+    package var records: [Range<Int>]?
+    /// p `[T, size]`, the tokens' embeddings for this layer; nil for a model without per-layer embeddings.
+    var perLayerEmbeddings: MLXArray?
+    /// The keys and values of another block, of a whole sequence.
+    var shared: MixerState.KeyValues?
+    /// The keys and values of another block, with an element for each sequence; used if `shared` is nil.
+    var sharedStates = [MixerState.KeyValues]()
+    package var dropout: DropoutKey?
     /// The position in the sequence of the first token of x. Dropout's masks depend on it.
     private var firstToken = 0
-    /// The keys and values of another block, with an element for each sequence; used if `side.shared` is nil.
-    var sharedStates = [MixerState.KeyValues]()
 
-    package init(
-        weights: BlockWeights, lora: MLXArray, layout: LoRALayout, scale: Float, schedule: Schedule,
-        side: SideInputs = SideInputs()
-    ) {
+    package init(weights: BlockWeights, lora: MLXArray, layout: LoRALayout, scale: Float, schedule: Schedule) {
         (self.weights, self.lora, self.layout, self.scale, self.schedule) = (weights, lora, layout, scale, schedule)
-        self.side = side
         wanted = layout.freezesA ? .b : .all
     }
 
-    func records(_ length: Int) -> [Range<Int>] { side.records ?? [0..<length] }
+    func records(_ length: Int) -> [Range<Int>] { records ?? [0..<length] }
+
+    /// The arguments of the block function after the weights. With packed records, the last one is the position at which each token's record begins.
+    var sideInputs: [MLXArray] {
+        let starts = records.map { records in
+            MLXArray.of(records.flatMap { Array(repeating: Int32($0.lowerBound), count: $0.count) })
+        }
+        return [perLayerEmbeddings, shared?.keys, shared?.values].compactMap { $0?.expandedDimensions(axis: 0) }
+            + [starts].compactMap { $0 }
+    }
 
     func matrices(_ projection: Projection) -> LoRAMatrices? {
         if let dora { return dora.scaled(projection) }
@@ -62,7 +73,7 @@ package struct Block {
     }
 
     private func dropoutKey(_ projection: Projection) -> DropoutKey? {
-        guard let key = side.dropout else { return nil }
+        guard let key = dropout else { return nil }
         let module = layout.block.place(projection).module
         return layout.block.trainable.firstIndex(of: module).map { key[$0] }
     }
@@ -71,30 +82,6 @@ package struct Block {
         var block = self
         block.firstToken += token
         return block
-    }
-}
-
-package struct SideInputs {
-    /// The rows of each record, see `Example.records`; nil for one record.
-    var records: [Range<Int>]?
-    /// p `[T, size]`, the tokens' embeddings for this layer; nil for a model without per-layer embeddings.
-    var perLayer: MLXArray?
-    var shared: MixerState.KeyValues?
-    package var dropout: DropoutKey?
-
-    package init(
-        records: [Range<Int>]? = nil, perLayer: MLXArray? = nil, shared: MixerState.KeyValues? = nil,
-        dropout: DropoutKey? = nil
-    ) {
-        (self.records, self.perLayer, self.shared, self.dropout) = (records, perLayer, shared, dropout)
-    }
-
-    var arrays: [MLXArray] {
-        let starts = records.map { records in
-            MLXArray.of(records.flatMap { Array(repeating: Int32($0.lowerBound), count: $0.count) })
-        }
-        return [perLayer, shared?.keys, shared?.values].compactMap { $0?.expandedDimensions(axis: 0) }
-            + [starts].compactMap { $0 }
     }
 }
 

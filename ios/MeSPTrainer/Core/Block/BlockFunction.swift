@@ -5,7 +5,7 @@ import MeSPBundle
 /// The block function `f(x, lora, scale, weights)` from a file of the bundle. It returns y, mixer_in, the arrays of `MixerIntermediates`, x_mid,
 /// gate, up and, with post-norms, mixer_out and mlp_out.
 ///
-/// Further arguments are the arrays of `SideInputs`. With packed records, the last argument is the position at which each token's record begins.
+/// Further arguments are `Block.sideInputs`.
 package final class BlockFunction {
     fileprivate enum Selection {
         case output, intermediates, all
@@ -34,7 +34,7 @@ package final class BlockFunction {
         Call(
             function: self, mixer: block.weights.shape.mixer,
             parameters: [block.layout.whole(block.lora), MLXArray(block.scale), block.weights.packed.words]
-                + block.side.arrays, pause: block.schedule.pause)
+                + block.sideInputs, pause: block.schedule.pause)
     }
 
     fileprivate func outputs(_ selection: Selection, _ arguments: [MLXArray]) throws -> [MLXArray] {
@@ -100,7 +100,7 @@ package final class BlockFunction {
 private struct Call: BlockForward {
     let function: BlockFunction
     let mixer: Mixer
-    /// The arguments after x: lora `[P]`, scale, the words of the block's weights, and the arrays of `SideInputs`.
+    /// The arguments after x: lora `[P]`, scale, the words of the block's weights, and `Block.sideInputs`.
     let parameters: [MLXArray]
     let pause: (() -> Void)?
 

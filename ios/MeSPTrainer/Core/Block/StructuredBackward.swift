@@ -10,7 +10,7 @@ extension Block {
     ) -> MLXArray {
         let (xMid, mlpOut) = (intermediates.xMid[rows], intermediates.mlpOut?[rows])
         var dResidual = dy
-        if let p = side.perLayer, let norm = weights.mlpPostNorm, let mlpOut {
+        if let p = perLayerEmbeddings, let norm = weights.mlpPostNorm, let mlpOut {
             let h = xMid.asType(.float32) + norm(mlpOut.asType(.float32))
             dResidual = perLayerBackward(h, p: p[rows], dy: dResidual, &gradients)
         }

@@ -230,7 +230,8 @@ package struct CachedModel {
 
     /// - Parameters:
     ///   - keepsStates: whether to replace the elements of `states` by the states after the tokens. Otherwise they are nil afterwards.
-    ///   - isDeferred: whether the evaluation may be deferred; see `Schedule.leave`.
+    ///   - isDeferred: whether nothing needs y yet. Without a `pause`, a CPU then begins to compute y, and a GPU computes y together with the next
+    ///     token.
     private func forward(
         _ index: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool,
         _ embeddings: LayerEmbeddings?, shared: [MixerState.KeyValues], pause: (() -> Void)?, isDeferred: Bool = false,
@@ -248,14 +249,19 @@ package struct CachedModel {
                 layout: adapters?.layouts[index] ?? LoRALayout(block: weights.shape, rank: 0, modules: []),
                 scale: adapters?.scale ?? 0,
                 schedule: schedule(
-                    rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), uncut: uncut, pause: pause),
-                side: SideInputs(perLayer: perLayer))
-            block.sharedStates = shared
+                    rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), uncut: uncut, pause: pause))
+            (block.perLayerEmbeddings, block.sharedStates) = (perLayer, shared)
             if bundle.maps.areKept { block.keptLayers = bundle.processor.kept { kept.layers(index, block) } }
             let y = block.output(x, sequences: sequences, &known)
             // Evaluating y also evaluates attention's keys and values, but not the recurrent states.
             let states = keepsStates ? known.filter(\.isRecurrent).flatMap(\.arrays) : []
-            if block.schedule.leave([y] + states, isDeferred: isDeferred) { kept.pending = y }
+            if isDeferred, pause == nil {
+                if !block.schedule.processor.chainsParts { asyncEval([y] + states) }
+                kept.pending = y
+            } else {
+                eval([y] + states)
+                pause?()
+            }
             return y
         }
     }

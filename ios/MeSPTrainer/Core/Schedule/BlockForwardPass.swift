@@ -15,7 +15,7 @@ extension Block: BlockForward {
     ///   - x: the tokens of one or several sequences, concatenated, `[n, hidden]`
     func output(_ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState]) -> MLXArray {
         let xMid = schedule.part(sum(x, weights.mixerPostNorm, inForwardPass.mixer(x, sequences, &states).out))
-        return addMLP(to: xMid, inForwardPass.mlp(weights.mlpNorm(xMid)), side.perLayer)
+        return addMLP(to: xMid, inForwardPass.mlp(weights.mlpNorm(xMid)), perLayerEmbeddings)
     }
 
     package func output(_ x: MLXArray) -> MLXArray {
@@ -30,7 +30,7 @@ extension Block: BlockForward {
         }
         schedule.replaceByTokens(&y) { tokens, xMid in
             let block = from(tokens.lowerBound)
-            return block.addMLP(to: xMid, block.inForwardPass.mlp(weights.mlpNorm(xMid)), side.perLayer?[tokens])
+            return block.addMLP(to: xMid, block.inForwardPass.mlp(weights.mlpNorm(xMid)), perLayerEmbeddings?[tokens])
         }
         return y.expandedDimensions(axis: 0)
     }
@@ -51,7 +51,7 @@ extension Block: BlockForward {
         var intermediates = toXMid(x.squeezed(axis: 0))
         let mlpOut: MLXArray
         (mlpOut, intermediates.gate, intermediates.up) = mlpWithInner(weights.mlpNorm(intermediates.xMid))
-        let y = schedule.phase(addMLP(to: intermediates.xMid, mlpOut, side.perLayer).expandedDimensions(axis: 0))
+        let y = schedule.phase(addMLP(to: intermediates.xMid, mlpOut, perLayerEmbeddings).expandedDimensions(axis: 0))
         if weights.mlpPostNorm != nil { intermediates.mlpOut = schedule.part(mlpOut.asType(x.dtype)) }
         return BlockOutputs(y: y, mixerIn: weights.mixerNorm(x).squeezed(axis: 0), intermediates: intermediates)
     }
@@ -135,7 +135,7 @@ extension Block: BlockForward {
     /// Returns the segments of a long sequence, which the mixer processes one at a time. Returns an empty list if the mixer processes the sequence at
     /// once.
     private func segments(_ length: Int) -> [Range<Int>] {
-        guard side.records == nil, length > schedule.mixerTokens, weights.shape.mixer.goesBySegments else { return [] }
+        guard records == nil, length > schedule.mixerTokens, weights.shape.mixer.goesBySegments else { return [] }
         return tiles(of: length, size: schedule.mixerTokens)
     }
 }

@@ -27,7 +27,7 @@ package struct CrossEntropyHead {
         let parts = try schedule.each(of: y.dim(0), size: schedule.lossTokens) { t in
             try schedule.reduce(vocabulary, CrossEntropy.DivergenceSums(tokens: t.count), reading: &h) {
                 sums, words, h in
-                try schedule.work(4 * t.count * y.dim(1) * words.count, since: &work, leaving: sums, atBoundary)
+                try count(4 * t.count * y.dim(1) * words.count, since: &work, leaving: sums, atBoundary)
                 formula.addTerms(of: words, h[0][t], h[1][t], to: &sums)
             }.divergence
         }
@@ -94,6 +94,18 @@ package struct CrossEntropyHead {
         return (loss, scale == nil ? loss : concatenated(parts.map { $0[1] }))
     }
 
+    /// Counts multiplications. Before the count would exceed the limit, evaluates the earlier results and calls `atBoundary`.
+    private func count(
+        _ multiplications: Int, since work: inout Int, leaving results: some Arrays, _ atBoundary: () throws -> Void
+    ) rethrows {
+        if work > 0, work + multiplications > Schedule.mostWork ?? schedule.processor.workBetweenBoundaries {
+            eval(results.arrays)
+            try atBoundary()
+            work = 0
+        }
+        work += multiplications
+    }
+
     /// The losses `[t, 1]` of some tokens, whether the target has the largest logit `[t, 1]`, and dh `[t, hidden]`, which is nil if no gradient is
     /// wanted.
     private struct Scores: Arrays {
@@ -114,7 +126,7 @@ package struct CrossEntropyHead {
         let vocabulary = tiles(of: formula.weight.rows, size: schedule.vocabularyRows)
         let sums = try schedule.reduce(vocabulary, formula.start(tokens: t.count), reading: &h) { sums, words, inputs in
             let h = inputs[0]
-            try schedule.work(2 * t.count * h.dim(1) * words.count, since: &work, leaving: sums, atBoundary)
+            try count(2 * t.count * h.dim(1) * words.count, since: &work, leaving: sums, atBoundary)
             formula.addTerms(of: words, h[t], targets, wantsGradient: wantsGradient, to: &sums)
         }
         let (losses, isLargest) = formula.losses(sums)

@@ -81,34 +81,6 @@ extension Schedule {
         tiles(of: x.dim(0), size: rowsAtOnce(of: x)).map { part(body($0)) }
     }
 
-    /// Evaluates a block's results now or, if `isDeferred`, later. With a `pause`, the results are always evaluated now.
-    ///
-    /// - Parameter isDeferred: whether nothing needs the results yet. A CPU then begins to compute them. A GPU computes them together with the next
-    ///   token.
-    /// - Returns: whether the results may still have to be computed.
-    func leave(_ results: [MLXArray], isDeferred: Bool) -> Bool {
-        guard isDeferred, pause == nil else {
-            eval(results)
-            pause?()
-            return false
-        }
-        if !processor.chainsParts { asyncEval(results) }
-        return true
-    }
-
-    /// Counts the multiplications of a part of the head. Before the count would exceed the limit, evaluates the earlier results and calls
-    /// `atBoundary`.
-    func work(
-        _ multiplications: Int, since work: inout Int, leaving results: some Arrays, _ atBoundary: () throws -> Void
-    ) rethrows {
-        if work > 0, work + multiplications > Self.mostWork ?? processor.workBetweenBoundaries {
-            eval(results.arrays)
-            try atBoundary()
-            work = 0
-        }
-        work += multiplications
-    }
-
     /// Replaces the rows of x `[T, …]` by the results of `body`, some tokens at a time. `body` must process each token independently.
     func replaceByTokens(_ x: inout MLXArray, _ body: (_ tokens: Range<Int>, _ rows: MLXArray) -> MLXArray) {
         for tokens in tiles(of: x.dim(0), size: mlpTokens) {

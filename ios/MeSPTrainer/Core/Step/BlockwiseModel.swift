@@ -112,17 +112,25 @@ package final class BlockwiseModel {
         try clock.repeating { try bundle.embed(Array(example.inputs)) }
     }
 
+    /// A sequence on its way through the blocks.
     package final class SequenceContext {
+        /// In the forward pass, the current block's input. Between the passes, the last block's output. In the backward pass, the gradient of the
+        /// current block's output.
+        var residual: MLXArray
+        var inputs = BlockArrays(count: 0, file: nil)
+        var kept = [Int: Intermediates]()
         fileprivate let records: [Range<Int>]?
         fileprivate let embeddings: LayerEmbeddings?
         fileprivate let dropout: DropoutKey?
-        /// The shared keys and values, by the block that computes them.
+        /// The shared keys and values, by the block that computes them, and their gradients.
         fileprivate var sharedKeyValues = [Int: MixerState.KeyValues]()
-        fileprivate var norms = [Int: MLXArray]()
         var gradients = [Int: MixerState.KeyValues]()
+        fileprivate var norms = [Int: MLXArray]()
 
-        fileprivate init(_ records: [Range<Int>]?, _ embeddings: LayerEmbeddings?, _ dropout: DropoutKey?) {
-            (self.records, self.embeddings, self.dropout) = (records, embeddings, dropout)
+        fileprivate init(
+            _ x0: MLXArray, _ records: [Range<Int>]?, _ embeddings: LayerEmbeddings?, _ dropout: DropoutKey?
+        ) {
+            (residual, self.records, self.embeddings, self.dropout) = (x0, records, embeddings, dropout)
         }
     }
 
@@ -130,7 +138,7 @@ package final class BlockwiseModel {
         _ example: Example, x0: MLXArray, dropout: DropoutKey? = nil
     ) throws -> SequenceContext {
         SequenceContext(
-            example.records,
+            x0, example.records,
             bundle.architecture.perLayer == nil
                 ? nil
                 : try clock.repeating { try bundle.layerEmbeddings(example.inputs, x0: x0.squeezed(axis: 0)) },
@@ -142,11 +150,10 @@ package final class BlockwiseModel {
         _ index: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext, _ x: MLXArray
     ) throws -> Block {
         var block = Block(
-            weights: weights, lora: lora, layout: layouts[index], scale: scale, schedule: schedule(x),
-            side: SideInputs(
-                records: context.records, perLayer: try bundle.part(of: context.embeddings, layer: index),
-                shared: bundle.architecture.keysOf(index).flatMap { context.sharedKeyValues[$0] },
-                dropout: context.dropout?[index]))
+            weights: weights, lora: lora, layout: layouts[index], scale: scale, schedule: schedule(x))
+        (block.records, block.dropout) = (context.records, context.dropout?[index])
+        block.perLayerEmbeddings = try bundle.part(of: context.embeddings, layer: index)
+        block.shared = bundle.architecture.keysOf(index).flatMap { context.sharedKeyValues[$0] }
         if !drawn.contains(index) { block.wanted = .none }
         if settings.dora { block.dora = try dora(index, weights, lora, norms: context.norms[index]) }
         return block
@@ -212,7 +219,7 @@ package final class BlockwiseModel {
     private func forwardPass(_ index: Int, _ block: Block, _ x: MLXArray) throws -> any BlockForward {
         try bundle.processor.forwardPass(block) {
             settings.needsFormulas
-                ? nil : try function(index, x, block.side.records == nil ? \.functions : \.packed)?(block)
+                ? nil : try function(index, x, block.records == nil ? \.functions : \.packed)?(block)
         }
     }
 

@@ -77,7 +77,7 @@ struct PreferenceBatch: StepLoss {
         into sink: GradientSink,
         _ result: inout StepResult
     ) throws {
-        var waiting = [SequenceInStep]()
+        var waiting = [BlockwiseModel.SequenceContext]()
         let rejectedLoss: Float
         if trainer.plan.keepsAnswer {
             waiting = try trainer.forward([rejected.example], waits: true)

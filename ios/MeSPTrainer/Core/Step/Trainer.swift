@@ -80,23 +80,22 @@ package final class Trainer {
     ///
     /// - Parameter waits: whether another sequence runs forward and backward before the backward pass of these sequences. If so, no intermediates are
     ///   kept.
-    func forward(_ examples: [Example], waits: Bool = false) throws -> [SequenceInStep] {
-        var sequences = try examples.enumerated().map { index, example in
-            let (x0, place) = (try model.embed(example), waits ? index + 1 : index)
-            return SequenceInStep(
-                context: try model.makeContext(example, x0: x0, dropout: nextDropoutKey()), residual: x0,
-                inputs: BlockArrays(count: model.blocks.count, file: inputsFile, place: place))
+    func forward(_ examples: [Example], waits: Bool = false) throws -> [BlockwiseModel.SequenceContext] {
+        let sequences = try examples.enumerated().map { index, example in
+            let sequence = try model.makeContext(example, x0: model.embed(example), dropout: nextDropoutKey())
+            sequence.inputs = BlockArrays(
+                count: model.blocks.count, file: inputsFile, place: waits ? index + 1 : index)
+            return sequence
         }
         let firstKept = max(model.drawn[0], model.blocks.upperBound - (waits ? 0 : plan.keptBlocks))
         for block in model.blocks {
             let keeps = model.settings.method.readsIntermediates && block >= firstKept
             let weights = try model.bundle.openBlock(block)
             defer { weights.packed.close() }
-            for index in sequences.indices {
-                let (x, context) = (sequences[index].residual, sequences[index].context)
-                if block >= model.drawn[0] { try sequences[index].inputs.write(x, block) }
-                (sequences[index].residual, sequences[index].kept[block]) =
-                    try model.forward(block, weights, context, x, keepsIntermediates: keeps)
+            for sequence in sequences {
+                if block >= model.drawn[0] { try sequence.inputs.write(sequence.residual, block) }
+                (sequence.residual, sequence.kept[block]) =
+                    try model.forward(block, weights, sequence, sequence.residual, keepsIntermediates: keeps)
             }
         }
         return sequences
@@ -111,7 +110,7 @@ package final class Trainer {
     /// Performs the backward pass from the last block to the first drawn block.
     ///
     /// - Parameter sequences: the sequences, with the gradient of the last block's output as their residual; empty afterwards.
-    func backward(_ sequences: inout [SequenceInStep], into sink: GradientSink) throws {
+    func backward(_ sequences: inout [BlockwiseModel.SequenceContext], into sink: GradientSink) throws {
         for block in (model.drawn[0]..<model.blocks.upperBound).reversed() {
             let weights = try model.bundle.openBlock(block)
             defer { weights.packed.close() }
@@ -120,7 +119,7 @@ package final class Trainer {
                 try clock.boundary()
                 let start = clock.now
                 defer { clock.add(since: start, to: \.backward) }
-                let gradient = try differentiate(block, weights, &sequences[index], addedTo: sum)
+                let gradient = try differentiate(block, weights, sequences[index], addedTo: sum)
                 if index < sequences.count - 1 {
                     sum = gradient
                 } else if model.drawn.contains(block) {
@@ -140,19 +139,19 @@ package final class Trainer {
     ///
     /// If a GPU fails, the gradient is computed again. Therefore the block's input and dy are kept until the gradient is confirmed.
     private func differentiate(
-        _ block: Int, _ weights: BlockWeights, _ sequence: inout SequenceInStep, addedTo sum: MLXArray?
+        _ block: Int, _ weights: BlockWeights, _ sequence: BlockwiseModel.SequenceContext, addedTo sum: MLXArray?
     ) throws -> MLXArray {
-        let (x, context) = (try sequence.inputs.take(block), sequence.context)
+        let x = try sequence.inputs.take(block)
         var intermediates = sequence.kept.removeValue(forKey: block)
         let areKept = intermediates != nil
         // Gradients of shared keys and values are stored under the block that computes the keys and values.
         let owner = model.bundle.architecture.keysOf(block) ?? block
-        var dShared = context.gradients.removeValue(forKey: owner)
+        var dShared = sequence.gradients.removeValue(forKey: owner)
         let held = MLXErrors.areLate ? (sequence.residual, dShared) : nil
         let isAutomatic = model.settings.method == .mebp
         let gradient = try clock.repeating(in: isAutomatic ? nil : model.workspace) {
             if let held { (sequence.residual, dShared) = held }
-            let formulas = try model.makeBlock(block, weights, model.parameters(block), context, x)
+            let formulas = try model.makeBlock(block, weights, model.parameters(block), sequence, x)
             var gradient: MLXArray
             if isAutomatic {
                 gradient = try model.automaticGradient(block, formulas, x, d: &sequence.residual, dShared: &dShared)
@@ -168,7 +167,7 @@ package final class Trainer {
             }
             return gradient
         }
-        if owner >= model.drawn[0] { context.gradients[owner] = dShared }
+        if owner >= model.drawn[0] { sequence.gradients[owner] = dShared }
         return gradient
     }
 
