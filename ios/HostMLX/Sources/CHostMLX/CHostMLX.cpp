@@ -467,9 +467,6 @@ HostArray host_argmax(HostArray a, HostOptionalInt axis, bool keep_dims, HostStr
 }
 HostArray host_astype(HostArray a, int32_t type, HostStream s) { return WRAP(mx::astype(get(a), dtype(type), get(s))); }
 HostArray host_view(HostArray a, int32_t type, HostStream s) { return WRAP(mx::view(get(a), dtype(type), get(s))); }
-HostArray host_clip(HostArray a, HostArray min, HostArray max, HostStream s) {
-    return WRAP(mx::clip(get(a), maybe(min), maybe(max), get(s)));
-}
 HostArray host_contiguous(HostArray a, bool allow_col_major, HostStream s) {
     return WRAP(mx::contiguous(get(a), allow_col_major, get(s)));
 }
@@ -555,9 +552,6 @@ HostArray host_stack(HostVector arrays, int32_t axis, HostStream s) {
 }
 HostVector host_split_parts(HostArray a, int32_t parts, int32_t axis, HostStream s) {
     return WRAP(mx::split(get(a), parts, axis, get(s)));
-}
-HostVector host_split_at(HostArray a, const int32_t *indices, size_t count, int32_t axis, HostStream s) {
-    return WRAP(mx::split(get(a), shape(indices, count), axis, get(s)));
 }
 HostVector host_depends(HostVector inputs, HostVector dependencies) {
     return WRAP(mx::depends(get(inputs), get(dependencies)));
@@ -665,13 +659,6 @@ HostArray host_random_randint(
 HostArray host_random_categorical(HostArray logits, int32_t axis, HostArray key, HostStream s) {
     return WRAP(mx::random::categorical(get(logits), axis, get(key), get(s)));
 }
-HostArray host_random_categorical_shape(
-    HostArray logits, int32_t axis, const int32_t *dims, size_t ndim, HostArray key, HostStream s) {
-    return WRAP(mx::random::categorical(get(logits), axis, shape(dims, ndim), get(key), get(s)));
-}
-HostArray host_random_categorical_count(HostArray logits, int32_t axis, int32_t count, HostArray key, HostStream s) {
-    return WRAP(mx::random::categorical(get(logits), axis, count, get(key), get(s)));
-}
 
 // MARK: Evaluation, transformations, exported functions
 
@@ -702,27 +689,19 @@ bool host_vjp(HostClosure f, HostVector primals, HostVector cotangents, HostVect
         *gradients = wrap(std::move(vjps));
     });
 }
-bool host_jvp(HostClosure f, HostVector primals, HostVector tangents, HostVector *values, HostVector *derivatives) {
-    Closure function(f);
-    return done([&] {
-        auto [outputs, jvps] = mx::jvp(function, get(primals), get(tangents));
-        *values = wrap(std::move(outputs));
-        *derivatives = wrap(std::move(jvps));
-    });
-}
 
-HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostVector inputs) {
+HostVector host_compiled_call(HostClosure f, uintptr_t id, HostVector inputs) {
     Closure function(f);
     return guarded([&] {
         if (needs_mlx() || host::gpu_is_default() || mx::default_device() == mx::Device::gpu) {
-            return wrap(mx::detail::compile(function, id, shapeless)(get(inputs)));
+            return wrap(mx::detail::compile(function, id)(get(inputs)));
         }
         // Switches the fusion of operations off, because MLX would call a C++ compiler for it.
         struct WithoutFusing {
             WithoutFusing() { mx::set_compile_mode(mx::CompileMode::no_fuse); }
             ~WithoutFusing() { mx::set_compile_mode(mx::CompileMode::enabled); }
         } without_fusing;
-        Arrays results = mx::detail::compile(function, id, shapeless)(get(inputs));
+        Arrays results = mx::detail::compile(function, id)(get(inputs));
         for (auto &result : results) {
             result = host::fused(result, get(inputs));
         }

@@ -102,15 +102,6 @@ class ExponentialPrimitive : public mx::UnaryPrimitive {
         }
     }
 
-    /// Calls `vjp`, because the Jacobians are symmetric. The Jacobian of softmax is diag(y) − y yᵀ.
-    std::vector<mx::array> jvp(
-        const std::vector<mx::array> &primals, const std::vector<mx::array> &tangents,
-        const std::vector<int> &argnums) override {
-        const auto y = mx::array(
-            primals[0].shape(), mx::float32, std::make_shared<ExponentialPrimitive>(stream(), f), primals);
-        return vjp(primals, tangents, argnums, {y});
-    }
-
     const char *name() const override {
         return f == Exponential::exp ? "HostExp" : f == Exponential::sigmoid ? "HostSigmoid" : "HostSoftmax";
     }

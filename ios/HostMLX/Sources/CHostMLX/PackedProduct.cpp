@@ -630,17 +630,6 @@ class PackedProduct : public mx::UnaryPrimitive {
         return {product(!options.transpose, cotangents[0], primals, primals[0].shape())};
     }
 
-    std::vector<mx::array> jvp(
-        const std::vector<mx::array> &primals, const std::vector<mx::array> &tangents,
-        const std::vector<int> &argnums) override {
-        if (argnums != std::vector<int>{0}) {
-            throw std::runtime_error("[quantized_matmul] no derivative by the quantized weights");
-        }
-        mx::Shape shape = primals[0].shape();
-        shape.back() = options.transpose ? primals[1].shape(0) : primals[2].shape(1) * options.group_size;
-        return {product(options.transpose, tangents[0], primals, shape)};
-    }
-
     const char *name() const override { return "PackedProduct"; }
 
     bool is_equivalent(const mx::Primitive &other) const override {

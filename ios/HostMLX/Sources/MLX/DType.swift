@@ -49,8 +49,6 @@ public enum DType: Hashable, Sendable, CaseIterable {
         }
     }
 
-    public var isComplex: Bool { self == .complex64 }
-
     public var isInteger: Bool {
         switch self {
         case .uint8, .uint16, .uint32, .uint64: true

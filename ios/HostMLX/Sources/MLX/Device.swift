@@ -31,10 +31,6 @@ public final class Device: Sendable, Hashable {
         try Stream.withDefaultDevice(device, body)
     }
 
-    public static func withDefaultDevice<R>(_ device: Device, _ body: () async throws -> R) async rethrows -> R {
-        try await Stream.withDefaultDevice(device, body)
-    }
-
     /// Sets C++'s default device. Swift's default device changes only if it was not used before.
     @available(
         *, deprecated,
@@ -116,32 +112,8 @@ public final class Stream: @unchecked Sendable, Equatable {
 
     static var defaultDevice: Device { streams.defaultStream.device }
 
-    public static func withNewDefaultStream<R>(device: Device? = nil, _ body: () throws -> R) rethrows -> R {
-        try $localStreams.withValue(newStreams(device), operation: body)
-    }
-
-    public static func withNewDefaultStream<R>(
-        device: Device? = nil, _ body: () async throws -> R
-    ) async rethrows -> R {
-        try await $localStreams.withValue(newStreams(device), operation: body)
-    }
-
-    private static func newStreams(_ device: Device?) -> StreamPair {
-        let device = device ?? defaultDevice
-        return StreamPair(
-            cpu: StreamPromise(device.deviceType == .cpu ? device : streams.cpu.device),
-            gpu: StreamPromise(device.deviceType == .gpu ? device : streams.gpu.device),
-            defaultType: device.deviceType)
-    }
-
     fileprivate static func withDefaultDevice<R>(_ device: Device, _ body: () throws -> R) rethrows -> R {
         try $localStreams.withValue(streams(device), operation: body)
-    }
-
-    fileprivate static func withDefaultDevice<R>(
-        _ device: Device, _ body: () async throws -> R
-    ) async rethrows -> R {
-        try await $localStreams.withValue(streams(device), operation: body)
     }
 
     /// Returns the current streams with another default device. Only another GPU gets a new stream.

@@ -11,12 +11,6 @@ public func withErrorHandler<R>(
     try ErrorHandler.$handlers.withValue(ErrorHandler.handlers + [handler], operation: body)
 }
 
-public func withErrorHandler<R>(
-    _ handler: @escaping @Sendable (String) -> Void, _ body: () async throws -> R
-) async rethrows -> R {
-    try await ErrorHandler.$handlers.withValue(ErrorHandler.handlers + [handler], operation: body)
-}
-
 /// Runs `body`, and then throws the first error of MLX during the call, if any.
 ///
 /// `body` can itself check for an error with ``ErrorBox/check()``.
@@ -29,17 +23,6 @@ public func withError<R>(_ body: (ErrorBox) throws -> R) throws -> R {
 
 public func withError<R>(_ body: () throws -> R) throws -> R {
     try withError { _ in try body() }
-}
-
-public func withError<R>(_ body: (ErrorBox) async throws -> R) async throws -> R {
-    let box = ErrorBox()
-    let result = try await withErrorHandler({ box.firstError = MLXError.caught($0) }, { try await body(box) })
-    try box.check()
-    return result
-}
-
-public func withError<R>(_ body: () async throws -> R) async throws -> R {
-    try await withError { _ in try await body() }
 }
 
 public enum MLXError: LocalizedError, Sendable, Equatable {

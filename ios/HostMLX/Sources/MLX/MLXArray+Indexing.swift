@@ -67,54 +67,34 @@ extension MLXArrayIndex where Self == MLXNewAxisIndex {
     public static var newAxis: Self { Self() }
 }
 
-/// A range with a stride. Negative bounds count from the end.
+/// A range. Negative bounds count from the end.
 public struct MLXSlice: Equatable, CustomStringConvertible, Sendable {
     private let _start: Int32?
     private let _end: Int32?
-    private let _stride: Int32?
 
-    public init(start: Int32? = nil, end: Int32? = nil, stride: Int32? = nil) {
-        _start = start
-        _end = end
-        _stride = stride
-    }
+    init(start: Int32? = nil, end: Int32? = nil) { (_start, _end) = (start, end) }
 
-    public var isFull: Bool { stride == 1 && (_start ?? 0) == 0 && _end == nil }
+    func start(_ size: Int32) -> Int32 { _start ?? 0 }
 
-    public var stride: Int32 { _stride ?? 1 }
-
-    public func start(_ size: Int32) -> Int32 { _start ?? (stride < 0 ? size - 1 : 0) }
-
-    public func absoluteStart(_ size: Int32) -> Int32 {
+    func absoluteStart(_ size: Int32) -> Int32 {
         let start = start(size)
         return start < 0 ? start + size : start
     }
 
-    public func end(_ size: Int32) -> Int32 { _end ?? (stride < 0 ? -size - 1 : size) }
+    func end(_ size: Int32) -> Int32 { _end ?? size }
 
-    public func absoluteEnd(_ size: Int32) -> Int32 {
+    func absoluteEnd(_ size: Int32) -> Int32 {
         let end = end(size)
         return end < 0 ? end + size : end
     }
 
     public var description: String {
-        let range = "\(_start?.description ?? "") ..< \(_end?.description ?? "")"
-        return stride == 1 ? range : "\(range) : \(stride)"
+        "\(_start?.description ?? "") ..< \(_end?.description ?? "")"
     }
 }
 
 extension MLXSlice: MLXArrayIndex {
     public var mlxArrayIndexOperation: MLXArrayIndexOperation { .slice(self) }
-}
-
-extension MLXArrayIndex where Self == MLXSlice {
-    public static func stride(from start: Int? = nil, to end: Int? = nil, by stride: Int? = nil) -> MLXSlice {
-        MLXSlice(start: start?.int32, end: end?.int32, stride: stride?.int32)
-    }
-}
-
-public func stride(from start: Int? = nil, to end: Int? = nil, by stride: Int? = nil) -> MLXSlice {
-    MLXSlice(start: start?.int32, end: end?.int32, stride: stride?.int32)
 }
 
 extension Range<Int>: MLXArrayIndex {
@@ -162,11 +142,11 @@ extension MLXArray {
     ) {
         var start = shape.map { _ in Int32(0) }
         var end = shape.asInt32
-        var strides = shape.map { _ in Int32(1) }
+        let strides = shape.map { _ in Int32(1) }
         for (axis, operation) in Self.expandingEllipsis(operations, shape: shape).enumerated() {
             guard case .slice(let slice) = operation else { fatalError("only ranges name what is replaced") }
             let size = dim(axis).int32
-            (start[axis], end[axis], strides[axis]) = (slice.start(size), slice.end(size), slice.stride)
+            (start[axis], end[axis]) = (slice.start(size), slice.end(size))
         }
         _updateInternal(
             withExtendedLifetime(elements) {
@@ -219,12 +199,12 @@ extension MLXArray {
 
         var start = [Int32](repeating: 0, count: sizes.count)
         var end = sizes.asInt32
-        var strides = [Int32](repeating: 1, count: sizes.count)
+        let strides = [Int32](repeating: 1, count: sizes.count)
         var axis = 0
         for operation in remaining where !operation.isNewAxis {
             let size = end[axis]
             if case .slice(let slice) = operation {
-                (start[axis], end[axis], strides[axis]) = (slice.start(size), slice.end(size), slice.stride)
+                (start[axis], end[axis]) = (slice.start(size), slice.end(size))
             } else if case .index(let index) = operation {
                 start[axis] = index < 0 ? index + size : index
                 end[axis] = start[axis] + 1
@@ -263,10 +243,7 @@ extension MLXArray {
             case .slice(let slice):
                 slices.append(axis)
                 let size = shape[axis]
-                indices.append(
-                    MLXArray(
-                        Swift.stride(
-                            from: slice.absoluteStart(size), to: slice.absoluteEnd(size), by: Int(slice.stride))))
+                indices.append(MLXArray(Array(slice.absoluteStart(size)..<slice.absoluteEnd(size))))
             case .array(let array):
                 dimensions = Swift.max(dimensions, array.ndim)
                 indices.append(array)
@@ -325,7 +302,7 @@ extension MLXArray {
         }
         func axes(_ operations: ArraySlice<MLXArrayIndexOperation>) -> Int { operations.count { !$0.isNewAxis } }
         let full = shape[axes(before)..<(shape.count - axes(after))].map {
-            MLXArrayIndexOperation.slice(MLXSlice(start: 0, end: $0.int32, stride: 1))
+            MLXArrayIndexOperation.slice(MLXSlice(start: 0, end: $0.int32))
         }
         return before + full + after
     }

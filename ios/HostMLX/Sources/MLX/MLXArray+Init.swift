@@ -68,10 +68,6 @@ extension MLXArray {
         self.init(scalar: value, .float32)
     }
 
-    public convenience init(float64 value: Double) {
-        self.init(scalar: value, .float64)
-    }
-
     /// Creates a scalar of the value's type. A `Double` within the range of `Float` becomes a `float32`.
     public convenience init<T: HasDType>(_ value: T) {
         if let double = value as? Double, Swift.abs(double) < Double(Float.greatestFiniteMagnitude) {
@@ -171,19 +167,6 @@ extension MLXArray {
         self.init(value.asInt32, shape)
     }
 
-    /// Creates a `float32` array.
-    public convenience init(converting value: [Double], _ shape: (some Collection<Int>)? = [Int]?.none) {
-        self.init(value.map { Float($0) }, shape)
-    }
-
-    @available(
-        *, unavailable, renamed: "MLXArray(converting:shape:)",
-        message: "Use MLXArray(converting: [1.0, 2.0, ...]) instead"
-    )
-    public convenience init(_ value: [Double], _ shape: (some Collection<Int>)? = [Int]?.none) {
-        fatalError("unavailable")
-    }
-
     public convenience init<S: Sequence>(
         _ sequence: S, _ shape: (some Collection<Int>)? = [Int]?.none
     ) where S.Element: HasDType {
@@ -201,33 +184,9 @@ extension MLXArray {
         self.init(newArray(bytes, dims(shape, count: ptr.count), T.dtype))
     }
 
-    public convenience init(
-        _ ptr: UnsafeRawBufferPointer, _ shape: (some Collection<Int>)? = [Int]?.none, type: (some HasDType).Type
-    ) {
-        self.init(ptr.assumingMemoryBound(to: type), shape)
-    }
-
-    public convenience init(
-        _ data: Data, _ shape: (some Collection<Int>)? = [Int]?.none, type: (some HasDType).Type
-    ) {
-        self.init(
-            data.withUnsafeBytes {
-                newArray($0.baseAddress, dims(shape, count: $0.count / type.dtype.size), type.dtype)
-            })
-    }
-
     public convenience init(_ data: Data, _ shape: (some Collection<Int>)? = [Int]?.none, dtype: DType) {
         precondition(data.count % dtype.size == 0)
         self.init(data.withUnsafeBytes { newArray($0.baseAddress, dims(shape, count: $0.count / dtype.size), dtype) })
     }
 
-    public convenience init(data: MLXArrayData) {
-        self.init(data.data, data.shape, dtype: data.dType)
-    }
-}
-
-extension MLXArray: ExpressibleByArrayLiteral {
-    public convenience init(arrayLiteral elements: Int32...) {
-        self.init(elements)
-    }
 }

@@ -1,3 +1,5 @@
+import CHostMLX
+
 infix operator ** : BitwiseShiftPrecedence
 infix operator .&& : LogicalConjunctionPrecedence
 infix operator .|| : LogicalDisjunctionPrecedence
@@ -9,51 +11,44 @@ extension MLXArray {
 
     // MARK: Arithmetic
 
-    public static func + (lhs: MLXArray, rhs: MLXArray) -> MLXArray { MLX.add(lhs, rhs) }
-    public static func + (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { MLX.add(lhs, rhs) }
-    public static func + (lhs: some ScalarOrArray, rhs: MLXArray) -> MLXArray { MLX.add(lhs, rhs) }
+    public static func + (lhs: MLXArray, rhs: MLXArray) -> MLXArray { call(host_add, lhs, rhs) }
+    public static func + (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { call(host_add, lhs, rhs) }
+    public static func + (lhs: some ScalarOrArray, rhs: MLXArray) -> MLXArray { call(host_add, lhs, rhs) }
 
-    public static func - (lhs: MLXArray, rhs: MLXArray) -> MLXArray { MLX.subtract(lhs, rhs) }
-    public static func - (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { MLX.subtract(lhs, rhs) }
-    public static func - (lhs: some ScalarOrArray, rhs: MLXArray) -> MLXArray { MLX.subtract(lhs, rhs) }
+    public static func - (lhs: MLXArray, rhs: MLXArray) -> MLXArray { call(host_subtract, lhs, rhs) }
+    public static func - (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { call(host_subtract, lhs, rhs) }
+    public static func - (lhs: some ScalarOrArray, rhs: MLXArray) -> MLXArray { call(host_subtract, lhs, rhs) }
 
-    public static func * (lhs: MLXArray, rhs: MLXArray) -> MLXArray { MLX.multiply(lhs, rhs) }
-    public static func * (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { MLX.multiply(lhs, rhs) }
-    public static func * (lhs: some ScalarOrArray, rhs: MLXArray) -> MLXArray { MLX.multiply(lhs, rhs) }
+    public static func * (lhs: MLXArray, rhs: MLXArray) -> MLXArray { call(host_multiply, lhs, rhs) }
+    public static func * (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { call(host_multiply, lhs, rhs) }
+    public static func * (lhs: some ScalarOrArray, rhs: MLXArray) -> MLXArray { call(host_multiply, lhs, rhs) }
 
-    public static func / (lhs: MLXArray, rhs: MLXArray) -> MLXArray { MLX.divide(lhs, rhs) }
-    public static func / (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { MLX.divide(lhs, rhs) }
-    public static func / (lhs: some ScalarOrArray, rhs: MLXArray) -> MLXArray { MLX.divide(lhs, rhs) }
+    public static func / (lhs: MLXArray, rhs: MLXArray) -> MLXArray { call(host_divide, lhs, rhs) }
+    public static func / (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { call(host_divide, lhs, rhs) }
 
-    public static func % (lhs: MLXArray, rhs: MLXArray) -> MLXArray { MLX.remainder(lhs, rhs) }
-    public static func % (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { MLX.remainder(lhs, rhs) }
-    public static func % (lhs: some ScalarOrArray, rhs: MLXArray) -> MLXArray { MLX.remainder(lhs, rhs) }
+    public static func % (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { call(host_remainder, lhs, rhs) }
 
-    public static prefix func - (lhs: MLXArray) -> MLXArray { MLX.negative(lhs) }
+    public static prefix func - (lhs: MLXArray) -> MLXArray { call(host_negative, lhs) }
 
     // MARK: Comparison and logic
 
-    public static func .== (lhs: MLXArray, rhs: MLXArray) -> MLXArray { MLX.equal(lhs, rhs) }
-    public static func .== (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { MLX.equal(lhs, rhs) }
+    public static func .== (lhs: MLXArray, rhs: MLXArray) -> MLXArray { call(host_equal, lhs, rhs) }
+    public static func .== (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { call(host_equal, lhs, rhs) }
 
-    public static func .< (lhs: MLXArray, rhs: MLXArray) -> MLXArray { MLX.less(lhs, rhs) }
-    public static func .< (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { MLX.less(lhs, rhs) }
+    public static func .< (lhs: MLXArray, rhs: MLXArray) -> MLXArray { call(host_less, lhs, rhs) }
+    public static func .< (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { call(host_less, lhs, rhs) }
 
-    public static func .> (lhs: MLXArray, rhs: MLXArray) -> MLXArray { MLX.greater(lhs, rhs) }
-    public static func .> (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { MLX.greater(lhs, rhs) }
+    public static func .> (lhs: MLXArray, rhs: MLXArray) -> MLXArray { call(host_greater, lhs, rhs) }
+    public static func .> (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { call(host_greater, lhs, rhs) }
 
-    public static func .>= (lhs: MLXArray, rhs: MLXArray) -> MLXArray { MLX.greaterEqual(lhs, rhs) }
-    public static func .>= (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { MLX.greaterEqual(lhs, rhs) }
+    public static func .>= (lhs: MLXArray, rhs: MLXArray) -> MLXArray { call(host_greater_equal, lhs, rhs) }
 
     // MARK: Bits
 
-    public static func & (lhs: MLXArray, rhs: MLXArray) -> MLXArray { MLX.bitwiseAnd(lhs, rhs) }
-    public static func & (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { MLX.bitwiseAnd(lhs, rhs) }
-    public static func & (lhs: some ScalarOrArray, rhs: MLXArray) -> MLXArray { MLX.bitwiseAnd(lhs, rhs) }
+    public static func & (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { call(host_bitwise_and, lhs, rhs) }
 
-    public static func >> (lhs: MLXArray, rhs: MLXArray) -> MLXArray { MLX.rightShift(lhs, rhs) }
-    public static func >> (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { MLX.rightShift(lhs, rhs) }
-    public static func >> (lhs: some ScalarOrArray, rhs: MLXArray) -> MLXArray { MLX.rightShift(lhs, rhs) }
+    public static func >> (lhs: MLXArray, rhs: MLXArray) -> MLXArray { call(host_right_shift, lhs, rhs) }
+    public static func >> (lhs: MLXArray, rhs: some ScalarOrArray) -> MLXArray { call(host_right_shift, lhs, rhs) }
 }
 
 // MARK: - The free functions as methods
@@ -64,7 +59,7 @@ extension MLXArray {
 
     public func sqrt(stream: StreamOrDevice = .default) -> MLXArray { MLX.sqrt(self, stream: stream) }
 
-    public func square(stream: StreamOrDevice = .default) -> MLXArray { MLX.square(self, stream: stream) }
+    public func square(stream: StreamOrDevice = .default) -> MLXArray { call(host_square, self, stream) }
 
     public func arrayEqual(
         _ other: some ScalarOrArray, equalNAN: Bool = false, stream: StreamOrDevice = .default
@@ -72,136 +67,93 @@ extension MLXArray {
         MLX.arrayEqual(self, other, equalNAN: equalNAN, stream: stream)
     }
 
-    public func logSumExp(axes: some Collection<Int>, keepDims: Bool = false, stream: StreamOrDevice = .default)
-        -> MLXArray
-    { MLX.logSumExp(self, axes: axes, keepDims: keepDims, stream: stream) }
-
     public func logSumExp(axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.logSumExp(self, axis: axis, keepDims: keepDims, stream: stream)
+        MLX.reduce(host_logsumexp, self, [axis.int32], keepDims, stream)
     }
 
     public func logSumExp(keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.logSumExp(self, keepDims: keepDims, stream: stream)
-    }
-
-    public func max(axes: some Collection<Int>, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.max(self, axes: axes, keepDims: keepDims, stream: stream)
+        MLX.reduce(host_logsumexp, self, nil, keepDims, stream)
     }
 
     public func max(axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.max(self, axis: axis, keepDims: keepDims, stream: stream)
+        MLX.reduce(host_max, self, [axis.int32], keepDims, stream)
     }
 
     public func max(keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.max(self, keepDims: keepDims, stream: stream)
+        MLX.reduce(host_max, self, nil, keepDims, stream)
     }
 
-    public func mean(axes: some Collection<Int>, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray
-    { MLX.mean(self, axes: axes, keepDims: keepDims, stream: stream) }
-
     public func mean(axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.mean(self, axis: axis, keepDims: keepDims, stream: stream)
+        MLX.reduce(host_mean, self, [axis.int32], keepDims, stream)
     }
 
     public func mean(keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.mean(self, keepDims: keepDims, stream: stream)
-    }
-
-    public func sum(axes: some Collection<Int>, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.sum(self, axes: axes, keepDims: keepDims, stream: stream)
+        MLX.reduce(host_mean, self, nil, keepDims, stream)
     }
 
     public func sum(axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.sum(self, axis: axis, keepDims: keepDims, stream: stream)
+        MLX.reduce(host_sum, self, [axis.int32], keepDims, stream)
     }
 
     public func sum(keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.sum(self, keepDims: keepDims, stream: stream)
+        MLX.reduce(host_sum, self, nil, keepDims, stream)
     }
 
     public func argMax(axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.argMax(self, axis: axis, keepDims: keepDims, stream: stream)
+        MLXArray(host_argmax(ctx, HostOptionalInt(axis), keepDims, stream.ctx))
     }
 
     public func argMax(keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.argMax(self, keepDims: keepDims, stream: stream)
+        MLXArray(host_argmax(ctx, HostOptionalInt(nil), keepDims, stream.ctx))
     }
 
     public func reshaped(_ newShape: some Collection<Int>, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.reshaped(self, newShape, stream: stream)
-    }
-
-    public func reshaped(_ newShape: Int..., stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.reshaped(self, newShape, stream: stream)
+        call(host_reshape_list, self, newShape.asInt32, stream)
     }
 
     public func flattened(start: Int = 0, end: Int = -1, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.flattened(self, start: start, end: end, stream: stream)
-    }
-
-    public func squeezed(axes: some Collection<Int>, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.squeezed(self, axes: axes, stream: stream)
+        call(host_flatten_2, self, start, end, stream)
     }
 
     public func squeezed(axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.squeezed(self, axis: axis, stream: stream)
+        call(host_squeeze_list, self, [axis.int32], stream)
     }
 
-    public func squeezed(stream: StreamOrDevice = .default) -> MLXArray { MLX.squeezed(self, stream: stream) }
-
     public func expandedDimensions(axes: some Collection<Int>, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.expandedDimensions(self, axes: axes, stream: stream)
+        call(host_expand_dims_list, self, axes.asInt32, stream)
     }
 
     public func expandedDimensions(axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.expandedDimensions(self, axis: axis, stream: stream)
+        call(host_expand_dims_list, self, [axis.int32], stream)
     }
 
     public func transposed(axes: some Collection<Int>, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.transposed(self, axes: axes, stream: stream)
+        call(host_transpose_list, self, axes.asInt32, stream)
     }
 
     public func transposed(_ axes: Int..., stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.transposed(self, axes: axes, stream: stream)
+        transposed(axes: axes, stream: stream)
     }
 
-    public func transposed(axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.transposed(self, axis: axis, stream: stream)
-    }
-
-    public func transposed(stream: StreamOrDevice = .default) -> MLXArray { MLX.transposed(self, stream: stream) }
+    public func transposed(stream: StreamOrDevice = .default) -> MLXArray { call(host_transpose, self, stream) }
 
     // swift-format-ignore: AlwaysUseLowerCamelCase
     public var T: MLXArray { transposed() }
 
     public func swappedAxes(_ axis1: Int, _ axis2: Int, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.swappedAxes(self, axis1, axis2, stream: stream)
+        call(host_swapaxes_2, self, axis1, axis2, stream)
     }
 
     public func split(parts: Int, axis: Int = 0, stream: StreamOrDevice = .default) -> [MLXArray] {
-        MLX.split(self, parts: parts, axis: axis, stream: stream)
-    }
-
-    public func split(axis: Int = 0, stream: StreamOrDevice = .default) -> (MLXArray, MLXArray) {
-        MLX.split(self, axis: axis, stream: stream)
-    }
-
-    public func split(
-        indices: some Collection<Int>, axis: Int = 0, stream: StreamOrDevice = .default
-    ) -> [MLXArray] {
-        MLX.split(self, indices: indices, axis: axis, stream: stream)
+        arrays(consuming: host_split_parts(ctx, parts.int32, axis.int32, stream.ctx))
     }
 
     public func view(dtype: DType, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.view(self, dtype: dtype, stream: stream)
+        MLXArray(host_view(ctx, dtype.code, stream.ctx))
     }
 
     public func take(_ indices: MLXArray, axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.take(self, indices, axis: axis, stream: stream)
-    }
-
-    public func take(_ indices: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.take(self, indices, stream: stream)
+        withExtendedLifetime(indices) { MLXArray(host_take_axis(ctx, indices.ctx, axis.int32, stream.ctx)) }
     }
 
     public func matmul(_ other: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {

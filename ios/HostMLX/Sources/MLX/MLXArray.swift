@@ -61,9 +61,6 @@ public final class MLXArray {
         withExtendedLifetime(array) { host_array_assign(&ctx, array.ctx) }
     }
 
-    func copyContext() -> MLXArray {
-        MLXArray(host_array_retain(ctx))
-    }
 }
 
 // MARK: - Contents
@@ -169,10 +166,6 @@ extension MLXArray {
 
 // MARK: - Protocols
 
-extension MLXArray: Updatable {
-    public func innerState() -> [MLXArray] { [self] }
-}
-
 extension MLXArray: CustomStringConvertible {
     public var description: String {
         guard let text = evalLock.withLock({ host_array_description(ctx) }) else {
@@ -186,14 +179,4 @@ extension MLXArray: Sequence {
     public func makeIterator() -> some IteratorProtocol<MLXArray> {
         (0..<dim(0)).lazy.map { self[$0] }.makeIterator()
     }
-}
-
-/// A type that contains arrays. ``compile(inputs:outputs:shapeless:_:)-(_,_,_,([MLXArray])->[MLXArray])`` takes such types as inputs and outputs
-/// besides the function's arguments.
-public protocol Updatable {
-    func innerState() -> [MLXArray]
-}
-
-extension [MLXArray]: Updatable {
-    public func innerState() -> [MLXArray] { self }
 }

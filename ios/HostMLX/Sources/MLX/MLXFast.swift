@@ -30,16 +30,6 @@ public enum MLXFast {
         }
     }
 
-    /// Returns softmax(scale q kᵀ + mask) v for queries `[B, heads, n, D]` and keys and values `[B, kv_heads, N, D]`.
-    public static func scaledDotProductAttention(
-        queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float, mask: MLXArray?,
-        stream: StreamOrDevice = .default
-    ) -> MLXArray {
-        let mode: ScaledDotProductAttentionMaskMode = if let mask { .array(mask) } else { .none }
-        return scaledDotProductAttention(
-            queries: queries, keys: keys, values: values, scale: scale, mask: mode, stream: stream)
-    }
-
     /// The keys to which a query attends.
     ///
     /// - `none`: all keys.

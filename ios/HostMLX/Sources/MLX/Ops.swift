@@ -8,10 +8,6 @@ public func exp(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArra
 
 public func log(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_log, array, stream) }
 
-public func negative(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_negative, array, stream)
-}
-
 public func rsqrt(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_rsqrt, array, stream) }
 
 public func sigmoid(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
@@ -20,40 +16,9 @@ public func sigmoid(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLX
 
 public func sqrt(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_sqrt, array, stream) }
 
-public func square(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_square, array, stream)
-}
-
 public func tanh(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_tanh, array, stream) }
 
 // MARK: - Element by element, two operands
-
-public func add(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_add, a, b, stream)
-}
-
-public func bitwiseAnd(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray
-{ call(host_bitwise_and, a, b, stream) }
-
-public func divide(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_divide, a, b, stream)
-}
-
-public func equal(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_equal, a, b, stream)
-}
-
-public func greater(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_greater, a, b, stream)
-}
-
-public func greaterEqual(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default)
-    -> MLXArray
-{ call(host_greater_equal, a, b, stream) }
-
-public func less(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_less, a, b, stream)
-}
 
 public func logAddExp(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_logaddexp, a, b, stream)
@@ -65,17 +30,6 @@ public func logicalAnd(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream:
 public func maximum(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_maximum, a, b, stream)
 }
-
-public func multiply(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_multiply, a, b, stream)
-}
-
-public func remainder(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_remainder, a, b, stream)
-}
-
-public func rightShift(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray
-{ call(host_right_shift, a, b, stream) }
 
 public func subtract(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_subtract, a, b, stream)
@@ -90,26 +44,6 @@ public func which(
     }
 }
 
-private func clip(_ array: MLXArray, _ min: MLXArray?, _ max: MLXArray?, _ stream: StreamOrDevice) -> MLXArray {
-    withExtendedLifetime((array, min, max)) {
-        MLXArray(host_clip(array.ctx, min?.ctx, max?.ctx, stream.ctx))
-    }
-}
-
-public func clip(_ array: MLXArray, min: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    clip(array, min.asMLXArray(dtype: array.dtype), nil, stream)
-}
-
-public func clip(
-    _ array: MLXArray, min: some ScalarOrArray, max: some ScalarOrArray, stream: StreamOrDevice = .default
-) -> MLXArray {
-    clip(array, min.asMLXArray(dtype: array.dtype), max.asMLXArray(dtype: array.dtype), stream)
-}
-
-public func clip(_ array: MLXArray, max: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    clip(array, nil, max.asMLXArray(dtype: array.dtype), stream)
-}
-
 public func arrayEqual(
     _ array: MLXArray, _ other: some ScalarOrArray, equalNAN: Bool = false, stream: StreamOrDevice = .default
 ) -> MLXArray {
@@ -121,77 +55,9 @@ public func arrayEqual(
 
 // MARK: - Reductions
 
-public func all(
-    _ array: MLXArray, axes: some Collection<Int>, keepDims: Bool = false, stream: StreamOrDevice = .default
-) -> MLXArray { reduce(host_all, array, axes.asInt32, keepDims, stream) }
-
-public func all(_ array: MLXArray, axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    reduce(host_all, array, [axis.int32], keepDims, stream)
-}
-
 public func all(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
     reduce(host_all, array, nil, keepDims, stream)
 }
-
-public func logSumExp(
-    _ array: MLXArray, axes: some Collection<Int>, keepDims: Bool = false, stream: StreamOrDevice = .default
-) -> MLXArray { reduce(host_logsumexp, array, axes.asInt32, keepDims, stream) }
-
-public func logSumExp(_ array: MLXArray, axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default)
-    -> MLXArray
-{ reduce(host_logsumexp, array, [axis.int32], keepDims, stream) }
-
-public func logSumExp(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    reduce(host_logsumexp, array, nil, keepDims, stream)
-}
-
-public func max(
-    _ array: MLXArray, axes: some Collection<Int>, keepDims: Bool = false, stream: StreamOrDevice = .default
-) -> MLXArray { reduce(host_max, array, axes.asInt32, keepDims, stream) }
-
-public func max(_ array: MLXArray, axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    reduce(host_max, array, [axis.int32], keepDims, stream)
-}
-
-public func max(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    reduce(host_max, array, nil, keepDims, stream)
-}
-
-public func mean(
-    _ array: MLXArray, axes: some Collection<Int>, keepDims: Bool = false, stream: StreamOrDevice = .default
-) -> MLXArray { reduce(host_mean, array, axes.asInt32, keepDims, stream) }
-
-public func mean(_ array: MLXArray, axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    reduce(host_mean, array, [axis.int32], keepDims, stream)
-}
-
-public func mean(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    reduce(host_mean, array, nil, keepDims, stream)
-}
-
-public func sum(
-    _ array: MLXArray, axes: some Collection<Int>, keepDims: Bool = false, stream: StreamOrDevice = .default
-) -> MLXArray { reduce(host_sum, array, axes.asInt32, keepDims, stream) }
-
-public func sum(_ array: MLXArray, axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    reduce(host_sum, array, [axis.int32], keepDims, stream)
-}
-
-public func sum(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    reduce(host_sum, array, nil, keepDims, stream)
-}
-
-public func argMax(_ array: MLXArray, axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray
-{ withExtendedLifetime(array) { MLXArray(host_argmax(array.ctx, HostOptionalInt(axis), keepDims, stream.ctx)) } }
-
-public func argMax(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    withExtendedLifetime(array) { MLXArray(host_argmax(array.ctx, HostOptionalInt(nil), keepDims, stream.ctx)) }
-}
-
-/// Returns the softmax over `axes`. With `precise`, 16-bit input is summed in `float32`.
-public func softmax(
-    _ array: MLXArray, axes: some Collection<Int>, precise: Bool = false, stream: StreamOrDevice = .default
-) -> MLXArray { reduce(host_softmax, array, axes.asInt32, precise, stream) }
 
 public func softmax(_ array: MLXArray, axis: Int, precise: Bool = false, stream: StreamOrDevice = .default) -> MLXArray
 { reduce(host_softmax, array, [axis.int32], precise, stream) }
@@ -222,68 +88,10 @@ public func sorted(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXA
 
 // MARK: - Shapes
 
-/// Changes the shape. One length may be -1, which stands for the length that the array's size and the other lengths imply.
-public func reshaped(_ array: MLXArray, _ newShape: some Collection<Int>, stream: StreamOrDevice = .default) -> MLXArray
-{ call(host_reshape_list, array, newShape.asInt32, stream) }
-
-public func reshaped(_ array: MLXArray, _ newShape: Int..., stream: StreamOrDevice = .default) -> MLXArray {
-    reshaped(array, newShape, stream: stream)
-}
-
-/// Merges the axes from `start` to `end`, inclusive.
-public func flattened(_ array: MLXArray, start: Int = 0, end: Int = -1, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_flatten_2, array, start, end, stream)
-}
-
-public func squeezed(_ array: MLXArray, axes: some Collection<Int>, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_squeeze_list, array, axes.asInt32, stream)
-}
-
-public func squeezed(_ array: MLXArray, axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_squeeze_list, array, [axis.int32], stream)
-}
-
-public func squeezed(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_squeeze, array, stream)
-}
-
-public func expandedDimensions(_ array: MLXArray, axes: some Collection<Int>, stream: StreamOrDevice = .default)
-    -> MLXArray
-{ call(host_expand_dims_list, array, axes.asInt32, stream) }
-
-public func expandedDimensions(_ array: MLXArray, axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_expand_dims_list, array, [axis.int32], stream)
-}
-
-public func transposed(_ array: MLXArray, axes: some Collection<Int>, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_transpose_list, array, axes.asInt32, stream)
-}
-
-public func transposed(_ array: MLXArray, _ axes: Int..., stream: StreamOrDevice = .default) -> MLXArray {
-    transposed(array, axes: axes, stream: stream)
-}
-
-public func transposed(_ array: MLXArray, axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
-    transposed(array, axes: [axis], stream: stream)
-}
-
-public func transposed(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_transpose, array, stream)
-}
-
-public func swappedAxes(_ array: MLXArray, _ axis1: Int, _ axis2: Int, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_swapaxes_2, array, axis1, axis2, stream)
-}
-
 public func broadcast(
     _ array: MLXArray, to shape: some Collection<Int>, stream: StreamOrDevice = .default
 ) -> MLXArray {
     call(host_broadcast_to_list, array, shape.asInt32, stream)
-}
-
-/// Reinterprets the bytes as another type. The length of the last axis changes with the size of an element.
-public func view(_ array: MLXArray, dtype: DType, stream: StreamOrDevice = .default) -> MLXArray {
-    withExtendedLifetime(array) { MLXArray(host_view(array.ctx, dtype.code, stream.ctx)) }
 }
 
 /// Returns an array that is stored in row-major order or, if allowed, in column-major order.
@@ -303,32 +111,6 @@ public func stacked(
     withVector(arrays) { MLXArray(host_stack($0, axis.int32, stream.ctx)) }
 }
 
-public func split(
-    _ array: MLXArray, parts: Int, axis: Int = 0, stream: StreamOrDevice = .default
-) -> [MLXArray] {
-    withExtendedLifetime(array) {
-        arrays(consuming: host_split_parts(array.ctx, parts.int32, axis.int32, stream.ctx))
-    }
-}
-
-public func split(_ array: MLXArray, axis: Int = 0, stream: StreamOrDevice = .default) -> (MLXArray, MLXArray) {
-    let halves = split(array, parts: 2, axis: axis, stream: stream)
-    return (halves[0], halves[1])
-}
-
-public func split(
-    _ array: MLXArray, indices: some Collection<Int>, axis: Int = 0, stream: StreamOrDevice = .default
-) -> [MLXArray] {
-    withExtendedLifetime(array) {
-        arrays(consuming: host_split_at(array.ctx, indices.asInt32, indices.count, axis.int32, stream.ctx))
-    }
-}
-
-/// Returns an array equal to `input`. Its evaluation also evaluates the dependencies.
-public func depends(input: MLXArray, dependencies: [MLXArray]) -> MLXArray {
-    depends(inputs: [input], dependencies: dependencies)[0]
-}
-
 /// Returns arrays equal to the inputs. The evaluation of each also evaluates the dependencies.
 public func depends(inputs: [MLXArray], dependencies: [MLXArray]) -> [MLXArray] {
     withVector(inputs) { inputs in
@@ -337,14 +119,6 @@ public func depends(inputs: [MLXArray], dependencies: [MLXArray]) -> [MLXArray] 
 }
 
 // MARK: - Elements by index
-
-public func take(
-    _ array: MLXArray, _ indices: MLXArray, axis: Int, stream: StreamOrDevice = .default
-) -> MLXArray {
-    withExtendedLifetime((array, indices)) {
-        MLXArray(host_take_axis(array.ctx, indices.ctx, axis.int32, stream.ctx))
-    }
-}
 
 /// Takes elements from the flattened array.
 public func take(_ array: MLXArray, _ indices: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
@@ -357,11 +131,6 @@ public func takeAlong(
     withExtendedLifetime((array, indices)) {
         MLXArray(host_take_along_axis(array.ctx, indices.ctx, axis.int32, stream.ctx))
     }
-}
-
-/// Takes elements from the flattened array.
-public func takeAlong(_ array: MLXArray, _ indices: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    takeAlong(array.reshaped([-1], stream: stream), indices, axis: 0, stream: stream)
 }
 
 // MARK: - Products

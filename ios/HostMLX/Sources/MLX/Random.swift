@@ -19,44 +19,15 @@ public enum MLXRandom {
     }
 
     public static func uniform(
-        _ range: Range<some HasDType>, _ shape: some Collection<Int> = [],
-        type: (some HasDType & BinaryFloatingPoint).Type = Float.self,
-        key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
-    ) -> MLXArray {
-        uniform(
-            low: MLXArray(range.lowerBound), high: MLXArray(range.upperBound), Array(shape), dtype: type.dtype,
-            key: key,
-            stream: stream)
-    }
-
-    public static func uniform(
-        _ range: Range<Float> = 0..<1, _ shape: some Collection<Int> = [],
-        type: (some HasDType & BinaryFloatingPoint).Type = Float.self,
-        key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
-    ) -> MLXArray {
-        uniform(
-            low: MLXArray(range.lowerBound), high: MLXArray(range.upperBound), Array(shape), dtype: type.dtype,
-            key: key,
-            stream: stream)
-    }
-
-    public static func uniform(
         low: some ScalarOrArray, high: some ScalarOrArray, _ shape: (some Collection<Int>)? = [Int]?.none,
         type: (some HasDType & BinaryFloatingPoint).Type = Float.self,
         key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
-    ) -> MLXArray {
-        uniform(low: low, high: high, shape, dtype: type.dtype, key: key, stream: stream)
-    }
-
-    public static func uniform(
-        low: some ScalarOrArray, high: some ScalarOrArray, _ shape: (some Collection<Int>)? = [Int]?.none,
-        dtype: DType, key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
     ) -> MLXArray {
         let (low, high) = toArrays(low, high)
         let shape = shape?.asInt32 ?? low.shape.asInt32
         let key = resolve(key: key)
         return withExtendedLifetime((low, high, key)) {
-            MLXArray(host_random_uniform(low.ctx, high.ctx, shape, shape.count, dtype.code, key.ctx, stream.ctx))
+            MLXArray(host_random_uniform(low.ctx, high.ctx, shape, shape.count, type.dtype.code, key.ctx, stream.ctx))
         }
     }
 
@@ -65,35 +36,11 @@ public enum MLXRandom {
         loc: Float = 0, scale: Float = 1, key: (some RandomStateOrKey)? = MLXArray?.none,
         stream: StreamOrDevice = .default
     ) -> MLXArray {
-        normal(shape, dtype: type.dtype, loc: loc, scale: scale, key: key, stream: stream)
-    }
-
-    public static func normal(
-        _ shape: some Collection<Int> = [], dtype: DType, loc: Float = 0, scale: Float = 1,
-        key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
-    ) -> MLXArray {
         let key = resolve(key: key)
         return withExtendedLifetime(key) {
             MLXArray(
-                host_random_normal(shape.asInt32, shape.count, dtype.code, loc, scale, key.ctx, stream.ctx))
+                host_random_normal(shape.asInt32, shape.count, type.dtype.code, loc, scale, key.ctx, stream.ctx))
         }
-    }
-
-    public static func randInt<T>(
-        _ range: Range<T>, _ shape: some Collection<Int> = [], key: (some RandomStateOrKey)? = MLXArray?.none,
-        stream: StreamOrDevice = .default
-    ) -> MLXArray where T: HasDType, T: BinaryInteger {
-        randInt(
-            low: MLXArray(range.lowerBound), high: MLXArray(range.upperBound), Array(shape), type: T.self, key: key,
-            stream: stream)
-    }
-
-    public static func randInt(
-        low: some ScalarOrArray, high: some ScalarOrArray, _ shape: (some Collection<Int>)? = [Int]?.none,
-        key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
-    ) -> MLXArray {
-        let (low, high) = toArrays(low, high)
-        return randInt(low, high, shape, low.dtype, key, stream)
     }
 
     public static func randInt(
@@ -102,41 +49,20 @@ public enum MLXRandom {
         stream: StreamOrDevice = .default
     ) -> MLXArray {
         let (low, high) = toArrays(low, high)
-        return randInt(low, high, shape, type.dtype, key, stream)
-    }
-
-    private static func randInt(
-        _ low: MLXArray, _ high: MLXArray, _ shape: (some Collection<Int>)?, _ dtype: DType,
-        _ key: (some RandomStateOrKey)?, _ stream: StreamOrDevice
-    ) -> MLXArray {
         let shape = shape?.asInt32 ?? low.shape.asInt32
         let key = resolve(key: key)
         return withExtendedLifetime((low, high, key)) {
-            MLXArray(host_random_randint(low.ctx, high.ctx, shape, shape.count, dtype.code, key.ctx, stream.ctx))
+            MLXArray(host_random_randint(low.ctx, high.ctx, shape, shape.count, type.dtype.code, key.ctx, stream.ctx))
         }
     }
 
     public static func categorical(
-        _ logits: MLXArray, axis: Int = -1, shape: (some Collection<Int>)? = [Int]?.none,
-        key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
-    ) -> MLXArray {
-        let key = resolve(key: key)
-        return withExtendedLifetime((logits, key)) {
-            guard let shape = shape?.asInt32 else {
-                return MLXArray(host_random_categorical(logits.ctx, axis.int32, key.ctx, stream.ctx))
-            }
-            return MLXArray(
-                host_random_categorical_shape(logits.ctx, axis.int32, shape, shape.count, key.ctx, stream.ctx))
-        }
-    }
-
-    public static func categorical(
-        _ logits: MLXArray, axis: Int = -1, count: Int, key: (some RandomStateOrKey)? = MLXArray?.none,
+        _ logits: MLXArray, axis: Int = -1, key: (some RandomStateOrKey)? = MLXArray?.none,
         stream: StreamOrDevice = .default
     ) -> MLXArray {
         let key = resolve(key: key)
         return withExtendedLifetime((logits, key)) {
-            MLXArray(host_random_categorical_count(logits.ctx, axis.int32, count.int32, key.ctx, stream.ctx))
+            MLXArray(host_random_categorical(logits.ctx, axis.int32, key.ctx, stream.ctx))
         }
     }
 }
@@ -153,7 +79,7 @@ extension MLXArray: RandomStateOrKey {
 
 extension MLXRandom {
 
-    public class RandomState: RandomStateOrKey, Updatable, @unchecked Sendable {
+    public class RandomState: RandomStateOrKey, @unchecked Sendable {
         private var state: MLXArray
         private let lock = NSLock()
 
@@ -166,41 +92,18 @@ extension MLXRandom {
             state = MLXRandom.key(seed)
         }
 
-        public func innerState() -> [MLXArray] {
-            lock.withLock { [state] }
-        }
-
-        public func next() -> MLXArray {
+        public func asRandomKey() -> MLXArray {
             lock.withLock {
                 let (first, second) = MLXRandom.split(key: state)
                 state = first
                 return second
             }
         }
-
-        public func seed(_ seed: UInt64) {
-            lock.withLock { state = MLXRandom.key(seed) }
-        }
-
-        public func asRandomKey() -> MLXArray { next() }
     }
 
-    public static let globalState = RandomState()
-
-    @TaskLocal fileprivate static var taskState: MLXRandom.RandomState?
+    fileprivate static let globalState = RandomState()
 }
 
-/// Returns the key that `key` is or provides. The default is the next key of the task's state or, if the task has none, of the global state.
-public func resolve(key: (some RandomStateOrKey)? = MLXArray?.none) -> MLXArray {
-    key?.asRandomKey() ?? MLXRandom.taskState?.asRandomKey() ?? MLXRandom.globalState.next()
-}
-
-// MARK: - Free functions
-
-public func split(key: MLXArray, into num: Int, stream: StreamOrDevice = .default) -> [MLXArray] {
-    MLXRandom.split(key: key, into: num, stream: stream)
-}
-
-public func split(key: MLXArray, stream: StreamOrDevice = .default) -> (MLXArray, MLXArray) {
-    MLXRandom.split(key: key, stream: stream)
+private func resolve(key: (some RandomStateOrKey)?) -> MLXArray {
+    key?.asRandomKey() ?? MLXRandom.globalState.asRandomKey()
 }

@@ -31,16 +31,19 @@ func resolve(axis: Int, ndim: @autoclosure () -> Int) -> Int {
 typealias UnaryOperation = (HostArray?, HostStream) -> HostArray?
 typealias BinaryOperation = (HostArray?, HostArray?, HostStream) -> HostArray?
 
-func call(_ operation: UnaryOperation, _ a: MLXArray, _ stream: StreamOrDevice) -> MLXArray {
+func call(_ operation: UnaryOperation, _ a: MLXArray, _ stream: StreamOrDevice = .default) -> MLXArray {
     withExtendedLifetime(a) { MLXArray(operation(a.ctx, stream.ctx)) }
 }
 
-func call(_ operation: BinaryOperation, _ a: MLXArray, _ b: MLXArray, _ stream: StreamOrDevice) -> MLXArray {
+func call(
+    _ operation: BinaryOperation, _ a: MLXArray, _ b: MLXArray, _ stream: StreamOrDevice = .default
+) -> MLXArray {
     withExtendedLifetime((a, b)) { MLXArray(operation(a.ctx, b.ctx, stream.ctx)) }
 }
 
 func call(
-    _ operation: BinaryOperation, _ a: some ScalarOrArray, _ b: some ScalarOrArray, _ stream: StreamOrDevice
+    _ operation: BinaryOperation, _ a: some ScalarOrArray, _ b: some ScalarOrArray,
+    _ stream: StreamOrDevice = .default
 ) -> MLXArray {
     let (a, b) = toArrays(a, b)
     return call(operation, a, b, stream)

@@ -32,9 +32,6 @@ extension AllTests {
             expect(a[.ellipsis, .newAxis], [2, 3, 4, 1])
             expect(a[.newAxis], [1, 2, 3, 4])
             expect(a[0, .newAxis, 1], [1, 4], [4, 5, 6, 7])
-            expect(a[0, 0, .stride(by: 2)], [2], [0, 2])
-            expect(a[0, 0, .stride(by: -1)], [4], [3, 2, 1, 0])
-            expect(a[0, 0, stride(from: 1, to: 4, by: 2)], [2], [1, 3])
             expect(a[[0, 1]], [4], [4, 5, 6, 7])
         }
 

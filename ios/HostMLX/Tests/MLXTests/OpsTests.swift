@@ -18,52 +18,47 @@ extension AllTests {
             expectClose(v.square() + abs(-v), [0.3125, 2, 20])
             expectClose(sigmoid(MLXArray([0, 2] as [Float])), [0.5, 0.880797])
             expectClose(tanh(v), [0.2449187, 0.7615942, 0.9993293])
-            expectClose(clip(v, min: 0.5, max: 2.0), [0.5, 1, 2])
-            expectClose(clip(v, max: 2.0), [0.25, 1, 2])
             expectClose(maximum(v, 1.0), [1, 1, 4])
             expectClose(which(v .> 0.5, v, -1.0), [-1, 1, 4])
-            #expect(logicalAnd(v .>= 1, v .< 4).asArray(Bool.self) == [false, true, false])
+            #expect(logicalAnd(v .>= MLXArray(1), v .< 4).asArray(Bool.self) == [false, true, false])
             #expect(arrayEqual(v, v).item(Bool.self))
         }
 
         @Test func reductions() {
             expectClose(x.sum(), [28], [])
             expectClose(x.sum(axis: 0), [4, 6, 8, 10])
-            expectClose(x.sum(axes: [0, 1], keepDims: true), [28], [1, 1])
-            expectClose(sum(x, axes: []), [0, 1, 2, 3, 4, 5, 6, 7], [2, 4])
-            expectClose(mean(x, axis: -1, keepDims: true), [1.5, 5.5], [2, 1])
+            expectClose(x.sum(axis: 0, keepDims: true), [4, 6, 8, 10], [1, 4])
+            expectClose(x.mean(axis: -1, keepDims: true), [1.5, 5.5], [2, 1])
             expectClose(x.max(axis: 1), [3, 7])
-            expectClose(logSumExp(x, axis: 1), [3.4401898, 7.44019])
+            expectClose(x.logSumExp(axis: 1), [3.4401898, 7.44019])
             expectClose(x.logSumExp(), [7.4583397], [])
             expectClose(softmax(x, axis: -1)[0], [0.0320586, 0.08714432, 0.23688281, 0.64391423])
             expectClose(cumsum(x, axis: 1), [0, 1, 3, 6, 4, 9, 15, 22], [2, 4])
             expectClose(cumsum(x, reverse: true, inclusive: false), [28, 27, 25, 22, 18, 13, 7, 0])
-            #expect(argMax(x, axis: 1).asArray(Int.self) == [3, 3] && argMax(x).item(Int.self) == 7)
+            #expect(x.argMax(axis: 1).asArray(Int.self) == [3, 3] && x.argMax().item(Int.self) == 7)
             #expect(all(x .> -1).item(Bool.self) && !all(x .> 0).item(Bool.self))
         }
 
         @Test func shapes() {
-            expectClose(x.reshaped(4, -1).transposed(1, 0), [0, 2, 4, 6, 1, 3, 5, 7], [2, 4])
+            expectClose(x.reshaped([4, -1]).transposed(1, 0), [0, 2, 4, 6, 1, 3, 5, 7], [2, 4])
             #expect(x.expandedDimensions(axes: [0, 2]).shape == [1, 2, 1, 4])
-            #expect(x.expandedDimensions(axis: 0).squeezed().shape == [2, 4])
+            #expect(x.expandedDimensions(axis: 0).squeezed(axis: 0).shape == [2, 4])
             #expect(x.reshaped([1, 2, 2, 2]).flattened(start: 1, end: 2).shape == [1, 4, 2])
             #expect(x.reshaped([1, 2, 4]).swappedAxes(0, 2).shape == [4, 2, 1])
             #expect(x.view(dtype: .uint16).shape == [2, 8])
             expectClose(concatenated([x, x], axis: 1)[0], [0, 1, 2, 3, 0, 1, 2, 3])
             #expect(stacked([x, x], axis: 1).shape == [2, 2, 4])
-            let (left, right) = x.split(axis: 1)
-            expectClose(left + right, [2, 4, 10, 12], [2, 2])
-            #expect(x.split(indices: [1, 3], axis: 1).map { $0.dim(1) } == [1, 2, 1])
-            #expect(split(x, parts: 2).count == 2)
-            expectClose(depends(input: x, dependencies: [x + 1])[0], [0, 1, 2, 3])
+            let halves = x.split(parts: 2, axis: 1)
+            expectClose(halves[0] + halves[1], [2, 4, 10, 12], [2, 2])
+            expectClose(depends(inputs: [x], dependencies: [x + 1])[0][0], [0, 1, 2, 3])
         }
 
         @Test func indices() {
             let v = MLXArray([3, 1, 2] as [Float])
             expectClose(argSort(v, axis: 0), [1, 2, 0])
-            expectClose(sorted(v), v.take(MLXArray([1, 2, 0])).asArray(Float.self))
-            expectClose(take(x, MLXArray([3, 0]), axis: 1), [3, 0, 7, 4], [2, 2])
-            expectClose(x.take(MLXArray([5])), [5])
+            expectClose(sorted(v), take(v, MLXArray([1, 2, 0])).asArray(Float.self))
+            expectClose(x.take(MLXArray([3, 0]), axis: 1), [3, 0, 7, 4], [2, 2])
+            expectClose(take(x, MLXArray([5])), [5])
             expectClose(takeAlong(x, MLXArray([1, 2], [2, 1]), axis: 1), [1, 6], [2, 1])
         }
 
@@ -112,12 +107,10 @@ extension AllTests {
                     let x = MLXRandom.normal([m, columns.count], key: MLXRandom.key(1))
                     let dy = MLXRandom.normal([m, rows.count], key: MLXRandom.key(2))
                     let (_, dx) = vjp({ [product($0[0], transpose: true)] }, primals: [x], cotangents: [dy])
-                    let (_, y) = jvp({ [product($0[0], transpose: true)] }, primals: [x * 2], tangents: [x])
                     // Both sides add in different orders, so their rounding differs.
                     for (ours, theirs) in [
                         (product(x, transpose: true), matmul(x, dense.T)),
                         (product(dy, transpose: false), matmul(dy, dense)), (dx[0], matmul(dy, dense)),
-                        (y[0], matmul(x, dense.T)),
                     ] {
                         #expect(ours.shape == theirs.shape)
                         let error = ((ours - theirs).square().sum() / theirs.square().sum()).sqrt()
@@ -251,9 +244,6 @@ extension AllTests {
             let gradients = vjp(f, primals: [here], cotangents: [MLXArray(Float(1))]).1
             // The expected values are central differences in double precision.
             expectClose(gradients[0], [2.684_175_6, 1.628_591, 4.977_070_5])
-            let along = MLXArray([1, 2, -3] as [Float])
-            expectClose(
-                jvp(f, primals: [here], tangents: [along]).1[0], [2.684_175_6 + 2 * 1.628_591 - 3 * 4.977_070_5], [])
         }
 
         @Test func oneLongProduct() {

@@ -21,22 +21,16 @@ extension AllTests {
             let x = MLXArray([1, 2, 3] as [Float])
             let y = MLXArray([4, 5, 6] as [Float])
             let (values, gradients) = vjp(
-                { [$0[0] * $0[1], sum($0[0])] }, primals: [x, y], cotangents: [MLXArray.ones([3]), MLXArray(2.0)])
+                { [$0[0] * $0[1], $0[0].sum()] }, primals: [x, y], cotangents: [MLXArray.ones([3]), MLXArray(2.0)])
             expectClose(values[0], [4, 10, 18])
             expectClose(gradients[0], [6, 7, 8])
             expectClose(gradients[1], [1, 2, 3])
-            expectClose(jvp({ [$0[0].square()] }, primals: [x], tangents: [MLXArray.ones([3])]).1[0], [2, 4, 6])
         }
 
         @Test func compiledFunctions() {
-            let state = MLXArray([0] as [Float])
-            let f = compile(inputs: [state], outputs: [state]) { (x: MLXArray) in
-                state._updateInternal(state + 1)
-                return x * 2 + state
-            }
-            expectClose(f(MLXArray([1, 2] as [Float])), [3, 5])
-            expectClose(f(MLXArray([1, 2] as [Float])), [4, 6])
-            expectClose(state, [2])
+            let f = compile { [$0[0] * 2 + $0[1]] }
+            expectClose(f([MLXArray([1, 2] as [Float]), MLXArray(1)])[0], [3, 5])
+            expectClose(f([MLXArray([1, 2] as [Float]), MLXArray(2)])[0], [4, 6])
         }
 
         @Test func evaluation() {
@@ -97,11 +91,13 @@ extension AllTests {
             let keys = MLXRandom.split(key: k, into: 3).flatMap { $0.asArray(UInt32.self) }
             #expect(keys == [276_534_068, 861_967_409, 1_905_761_346, 1_641_862_660, 2_900_896_126, 1_402_713_516])
             expectClose(MLXRandom.normal([3], key: k), [-0.7554662, -0.18615793, -0.11654735])
-            expectClose(MLXRandom.uniform(-2.0..<3.0, [3], key: k), [-0.8750769, 0.13080215, 0.26804686])
-            #expect(MLXRandom.randInt(Int32(0)..<100, [5], key: k).asArray(Int.self) == [6, 20, 65, 38, 67])
-            let logits = MLXArray([0.1, 0.2, 0.3, 0.3, 0.2, 0.1] as [Float], [2, 3])
+            expectClose(MLXRandom.uniform(low: -2, high: 3, [3], key: k), [-0.8750769, 0.13080215, 0.26804686])
             #expect(
-                MLXRandom.categorical(logits, count: 5, key: k).asArray(Int.self) == [2, 2, 1, 1, 2, 1, 2, 2, 2, 0])
+                MLXRandom.randInt(low: 0, high: 100, [5], type: Int32.self, key: k).asArray(Int.self) == [
+                    6, 20, 65, 38, 67,
+                ])
+            let logits = MLXArray([0.1, 0.2, 0.3, 0.3, 0.2, 0.1] as [Float], [2, 3])
+            #expect(MLXRandom.categorical(logits, key: k).asArray(Int.self) == [2, 1])
             let states = [3, 3].map { MLXRandom.RandomState(seed: $0) }
             let numbers = states.map { MLXRandom.normal([2], key: $0).asArray(Float.self) }
             #expect(numbers[0] == numbers[1])
@@ -110,11 +106,11 @@ extension AllTests {
         @Test func errors() throws {
             let x = MLXArray.ones([2, 3])
             #expect(throws: MLXError.self) { try withError { _ = matmul(x, x) } }
-            #expect(throws: MLXError.self) { try withError { x.reshaped(5).eval() } }
+            #expect(throws: MLXError.self) { try withError { x.reshaped([5]).eval() } }
             try withError { outer in
                 #expect(throws: MLXError.self) {
                     try withError { inner in
-                        _ = x.reshaped(5) + 1
+                        _ = x.reshaped([5]) + 1
                         try inner.check()
                         Issue.record("not reached")
                     }
@@ -122,7 +118,7 @@ extension AllTests {
                 try outer.check()
             }
             do {
-                try withError { _ = x.reshaped(5) }
+                try withError { _ = x.reshaped([5]) }
             } catch let error as MLXError {
                 #expect(error.localizedDescription.hasPrefix("MLX Error: [reshape] Cannot reshape"))
             }
@@ -132,29 +128,15 @@ extension AllTests {
             #expect(try withError { matmul(x, x.T).shape } == [2, 2])
         }
 
-        @Test func asynchronousErrors() async throws {
-            await #expect(throws: MLXError.self) {
-                try await withError { () async throws in
-                    await Task.yield()
-                    _ = MLXArray.ones([2]).reshaped(5)
-                }
-            }
-        }
-
         @Test func devices() {
             #expect(Device.withDefaultDevice(.cpu) { Device.defaultDevice() } == .cpu)
             #expect(Device.cpu.deviceType == .cpu && Device(.cpu) == .cpu)
             #expect(Device(.gpu, index: 1) != Device(.gpu) && Device(.gpu) != .cpu)
             let x = MLXArray([1, 2])
-            #expect(add(x, 1, stream: .cpu).asArray(Int.self) == [2, 3])
+            #expect(abs(x, stream: .cpu).asArray(Int.self) == [1, 2])
             let stream = Stream.cpu
             #expect(StreamOrDevice.stream(stream).stream == stream)
             #expect(Device.withDefaultDevice(.cpu) { Stream.defaultStream } == stream)
-            Stream.withNewDefaultStream(device: .cpu) {
-                #expect(StreamOrDevice.default.stream != stream && Stream.cpu == Stream.defaultStream)
-                #expect((x + 1).asArray(Int.self) == [2, 3])
-                #expect(add(x, 1, stream: .stream(stream)).asArray(Int.self) == [2, 3])
-            }
             Stream.cpu.synchronize()
         }
     }

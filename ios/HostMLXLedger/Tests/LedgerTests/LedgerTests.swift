@@ -280,7 +280,7 @@ struct LedgerTests {
         // x and both products are alive, because the completion handlers that release the products have not run.
         #expect(try alive(.strictPhone) == 3)
         // Committing another command buffer runs the handlers.
-        #expect(try alive(.strictPhone) { eval(arange(4, dtype: .int32)) } == 1)
+        #expect(try alive(.strictPhone) { eval(MLXArray.arange(4)) } == 1)
     }
 
     private func rules(lateHandlers: Int) -> LedgerRules {
@@ -402,7 +402,7 @@ struct LedgerTests {
 
     @Test func theCacheServesSimilarSizes() throws {
         func newBuffers(after former: Int, _ size: Int) throws -> Int {
-            let body = { (bytes: Int) in eval(arange(bytes / 4, dtype: .int32)) }
+            let body = { (bytes: Int) in eval(MLXArray.arange(bytes / 4)) }
             let one = try count { body(former) }.newBuffers
             return try count {
                 body(former)
@@ -424,9 +424,9 @@ struct LedgerTests {
         let before = baseline()
         func work(_ between: () -> Void) throws -> Ledger {
             try count {
-                eval(arange(8 * pageOfFloats, dtype: .int32))
+                eval(MLXArray.arange(8 * pageOfFloats))
                 between()
-                eval(arange(20 * pageOfFloats, dtype: .int32))
+                eval(MLXArray.arange(20 * pageOfFloats))
             }
         }
         Memory.cacheLimit = 1 << 40

@@ -73,7 +73,7 @@ HostArray host_vector_get(HostVector v, size_t index);
 // MARK: Operations
 
 #define HOST_UNARY_OPERATIONS(X) \
-    X(abs) X(exp) X(log) X(negative) X(ones_like) X(rsqrt) X(sigmoid) X(sort) X(sqrt) X(square) X(squeeze) \
+    X(abs) X(exp) X(log) X(negative) X(rsqrt) X(sigmoid) X(sort) X(sqrt) X(square) \
     X(tanh) X(transpose) X(zeros_like)
 
 #define HOST_BINARY_OPERATIONS(X) \
@@ -86,7 +86,7 @@ HostArray host_vector_get(HostVector v, size_t index);
 #define HOST_SCANS(X) X(cumsum)
 
 /// Operations on an array with one or two ints. The ints are axes, except that the first int of `repeat` is a count.
-#define HOST_INT_OPERATIONS(X) X(argsort) X(repeat)
+#define HOST_INT_OPERATIONS(X) X(argsort)
 #define HOST_INT2_OPERATIONS(X) X(flatten) X(repeat) X(swapaxes)
 
 /// Operations on an array with a list of ints: axes or a shape.
@@ -120,7 +120,6 @@ HostArray host_array_equal(HostArray a, HostArray b, bool equal_nan, HostStream 
 HostArray host_argmax(HostArray a, HostOptionalInt axis, bool keep_dims, HostStream s);
 HostArray host_astype(HostArray a, int32_t dtype, HostStream s);
 HostArray host_view(HostArray a, int32_t dtype, HostStream s);
-HostArray host_clip(HostArray a, HostArray min, HostArray max, HostStream s);  // min and max may be null
 HostArray host_contiguous(HostArray a, bool allow_col_major, HostStream s);
 HostArray host_where(HostArray condition, HostArray a, HostArray b, HostStream s);
 HostArray host_softmax(HostArray a, const int32_t *axes, ptrdiff_t count, bool precise, HostStream s);
@@ -137,7 +136,6 @@ HostArray host_scaled_dot_product_attention(
 HostArray host_concatenate(HostVector arrays, int32_t axis, HostStream s);
 HostArray host_stack(HostVector arrays, int32_t axis, HostStream s);
 HostVector host_split_parts(HostArray a, int32_t parts, int32_t axis, HostStream s);
-HostVector host_split_at(HostArray a, const int32_t *indices, size_t count, int32_t axis, HostStream s);
 HostVector host_depends(HostVector inputs, HostVector dependencies);
 HostArray host_take_axis(HostArray a, HostArray indices, int32_t axis, HostStream s);
 HostArray host_take_along_axis(HostArray a, HostArray indices, int32_t axis, HostStream s);
@@ -178,9 +176,6 @@ HostArray host_random_normal(
 HostArray host_random_randint(
     HostArray low, HostArray high, const int32_t *shape, size_t ndim, int32_t dtype, HostArray key, HostStream s);
 HostArray host_random_categorical(HostArray logits, int32_t axis, HostArray key, HostStream s);
-HostArray host_random_categorical_shape(
-    HostArray logits, int32_t axis, const int32_t *shape, size_t ndim, HostArray key, HostStream s);
-HostArray host_random_categorical_count(HostArray logits, int32_t axis, int32_t count, HostArray key, HostStream s);
 
 // MARK: Evaluation, transformations, exported functions
 
@@ -188,10 +183,9 @@ bool host_eval(HostVector arrays);
 bool host_async_eval(HostVector arrays);
 
 bool host_vjp(HostClosure f, HostVector primals, HostVector cotangents, HostVector *values, HostVector *gradients);
-bool host_jvp(HostClosure f, HostVector primals, HostVector tangents, HostVector *values, HostVector *derivatives);
 
 /// Calls `f`, compiled. `id` identifies the compiled code, which `host_compile_erase` deletes.
-HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostVector inputs);
+HostVector host_compiled_call(HostClosure f, uintptr_t id, HostVector inputs);
 void host_compile_erase(uintptr_t id);
 
 HostFunction host_import_function(const char *path);
