@@ -32,7 +32,7 @@ if sys.argv[1] in ("generate", "evaluate"):
     gained, requests = sum(each["weight"] for each in settings["adapters"]), 0
     for line in sys.stdin:
         loss = len(json.loads(line)["tokens"]) - 1
-        print(json.dumps({"type": "text", "log_likelihood": gained - loss}), flush=True)
+        print(json.dumps({"type": "text", "log_likelihood": gained - loss, "kl": 0}), flush=True)
         requests += 1
     sys.exit(print(json.dumps({"type": "end", "requests": requests})))
 settings = json.loads(Path(sys.argv[1]).read_text())
