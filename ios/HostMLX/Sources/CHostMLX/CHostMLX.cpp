@@ -278,7 +278,6 @@ HostArray host_array_adopt(
     });
 }
 
-HostArray host_array_retain(HostArray a) { return WRAP(get(a)); }
 void host_array_free(HostArray a) { delete reinterpret_cast<mx::array *>(a); }
 
 void host_array_assign(HostArray *a, HostArray other) {
@@ -418,20 +417,14 @@ HOST_BINARY_OPERATIONS(HOST_DEFINE)
 HOST_REDUCTIONS(HOST_DEFINE)
 #undef HOST_DEFINE
 
-#define HOST_DEFINE(name) \
-    HostArray host_##name(HostArray a, int32_t axis, bool reverse, bool inclusive, HostStream s) { \
-        return WRAP(mx::name(get(a), axis, reverse, inclusive, get(s))); \
-    }
-HOST_SCANS(HOST_DEFINE)
-#undef HOST_DEFINE
+HostArray host_cumsum(HostArray a, int32_t axis, bool reverse, bool inclusive, HostStream s) {
+    return WRAP(mx::cumsum(get(a), axis, reverse, inclusive, get(s)));
+}
+
+HostArray host_argsort(HostArray a, int32_t axis, HostStream s) { return WRAP(mx::argsort(get(a), axis, get(s))); }
 
 #define HOST_DEFINE(name) \
-    HostArray host_##name##_1(HostArray a, int32_t first, HostStream s) { return WRAP(mx::name(get(a), first, get(s))); }
-HOST_INT_OPERATIONS(HOST_DEFINE)
-#undef HOST_DEFINE
-
-#define HOST_DEFINE(name) \
-    HostArray host_##name##_2(HostArray a, int32_t first, int32_t second, HostStream s) { \
+    HostArray host_##name(HostArray a, int32_t first, int32_t second, HostStream s) { \
         return WRAP(mx::name(get(a), first, second, get(s))); \
     }
 HOST_INT2_OPERATIONS(HOST_DEFINE)

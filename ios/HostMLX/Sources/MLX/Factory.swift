@@ -57,5 +57,5 @@ extension MLXArray {
 }
 
 public func repeated(_ array: MLXArray, count: Int, axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_repeat_2, array, count, axis, stream)
+    call(host_repeat, array, count, axis, stream)
 }

@@ -112,7 +112,7 @@ extension MLXArray {
     }
 
     public func flattened(start: Int = 0, end: Int = -1, stream: StreamOrDevice = .default) -> MLXArray {
-        call(host_flatten_2, self, start, end, stream)
+        call(host_flatten, self, start, end, stream)
     }
 
     public func squeezed(axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
@@ -141,7 +141,7 @@ extension MLXArray {
     public var T: MLXArray { transposed() }
 
     public func swappedAxes(_ axis1: Int, _ axis2: Int, stream: StreamOrDevice = .default) -> MLXArray {
-        call(host_swapaxes_2, self, axis1, axis2, stream)
+        call(host_swapaxes, self, axis1, axis2, stream)
     }
 
     public func split(parts: Int, axis: Int = 0, stream: StreamOrDevice = .default) -> [MLXArray] {

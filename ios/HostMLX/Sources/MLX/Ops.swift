@@ -79,7 +79,7 @@ public func cumsum(_ array: MLXArray, reverse: Bool = false, inclusive: Bool = t
 // MARK: - Sorting
 
 public func argSort(_ array: MLXArray, axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_argsort_1, array, axis, stream)
+    call(host_argsort, array, axis, stream)
 }
 
 public func sorted(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {

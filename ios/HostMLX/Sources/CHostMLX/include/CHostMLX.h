@@ -46,7 +46,6 @@ HostArray host_array_new(const void *data, const int32_t *shape, size_t ndim, in
 /// Creates an array that uses the caller's memory if possible, or else a copy.
 HostArray host_array_adopt(
     void *data, const int32_t *shape, size_t ndim, int32_t dtype, void *context, void (*release)(void *context));
-HostArray host_array_retain(HostArray a);
 void host_array_free(HostArray a);
 void host_array_assign(HostArray *a, HostArray other);
 
@@ -83,10 +82,7 @@ HostArray host_vector_get(HostVector v, size_t index);
 /// Reductions over the `count` axes in `axes`, or over all axes if `count < 0`.
 #define HOST_REDUCTIONS(X) X(all) X(logsumexp) X(max) X(mean) X(sum)
 
-#define HOST_SCANS(X) X(cumsum)
-
-/// Operations on an array with one or two ints. The ints are axes, except that the first int of `repeat` is a count.
-#define HOST_INT_OPERATIONS(X) X(argsort)
+/// Operations on an array with two ints. The ints are axes, except that the first int of `repeat` is a count.
 #define HOST_INT2_OPERATIONS(X) X(flatten) X(repeat) X(swapaxes)
 
 /// Operations on an array with a list of ints: axes or a shape.
@@ -102,13 +98,7 @@ HOST_BINARY_OPERATIONS(HOST_DECLARE)
     HostArray host_##name(HostArray a, const int32_t *axes, ptrdiff_t count, bool keep_dims, HostStream s);
 HOST_REDUCTIONS(HOST_DECLARE)
 #undef HOST_DECLARE
-#define HOST_DECLARE(name) HostArray host_##name(HostArray a, int32_t axis, bool reverse, bool inclusive, HostStream s);
-HOST_SCANS(HOST_DECLARE)
-#undef HOST_DECLARE
-#define HOST_DECLARE(name) HostArray host_##name##_1(HostArray a, int32_t first, HostStream s);
-HOST_INT_OPERATIONS(HOST_DECLARE)
-#undef HOST_DECLARE
-#define HOST_DECLARE(name) HostArray host_##name##_2(HostArray a, int32_t first, int32_t second, HostStream s);
+#define HOST_DECLARE(name) HostArray host_##name(HostArray a, int32_t first, int32_t second, HostStream s);
 HOST_INT2_OPERATIONS(HOST_DECLARE)
 #undef HOST_DECLARE
 #define HOST_DECLARE(name) HostArray host_##name##_list(HostArray a, const int32_t *list, size_t count, HostStream s);
@@ -116,6 +106,8 @@ HOST_LIST_OPERATIONS(HOST_DECLARE)
 #undef HOST_DECLARE
 
 HostArray host_addmm(HostArray c, HostArray a, HostArray b, float alpha, float beta, HostStream s);
+HostArray host_argsort(HostArray a, int32_t axis, HostStream s);
+HostArray host_cumsum(HostArray a, int32_t axis, bool reverse, bool inclusive, HostStream s);
 HostArray host_array_equal(HostArray a, HostArray b, bool equal_nan, HostStream s);
 HostArray host_argmax(HostArray a, HostOptionalInt axis, bool keep_dims, HostStream s);
 HostArray host_astype(HostArray a, int32_t dtype, HostStream s);
