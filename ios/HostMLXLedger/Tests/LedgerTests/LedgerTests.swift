@@ -76,7 +76,7 @@ struct LedgerTests {
         var values = [Float]()
         let body = {
             let x = MLXArray([1, 2, 3, 4] as [Float], [2, 2])
-            let y = (matmul(x, x.T) + 1)[0..., 1...].reshaped(2)
+            let y = (matmul(x, x.T) + 1)[0..., 1...].reshaped([2])
             values = y.asArray(Float.self)
         }
         let computed = try Ledger.record(compute: true, device: .cpu, body)
@@ -160,7 +160,7 @@ struct LedgerTests {
             switch random(4) {
             case 0: kept.append(a)
             case 1: open.append(b)
-            case 2: open.append(a.reshaped(10, -1).reshaped(-1))
+            case 2: open.append(a.reshaped([10, -1]).reshaped([-1]))
             default: break
             }
             if open.count > 16 { open.removeLast(8) }
@@ -447,12 +447,12 @@ struct LedgerTests {
         #expect(
             try kernels {
                 [
-                    x[1..., 2...], x.T, x.reshaped(2, 12), broadcast(x, to: [3, 4, 6]), x.expandedDimensions(axis: 0),
-                    depends(input: x, dependencies: [x]), x[..<1], split(x, parts: 2, axis: 1)[1],
+                    x[1..., 2...], x.T, x.reshaped([2, 12]), broadcast(x, to: [3, 4, 6]), x.expandedDimensions(axis: 0),
+                    depends(inputs: [x], dependencies: [x])[0], x[..<1], x.split(parts: 2, axis: 1)[1],
                 ]
             } == [:])
-        #expect(try kernels { [x.T.reshaped(24)] } == ["copy": 1])
-        #expect(try kernels { [x.T.reshaped(2, 3, 4)] } == [:])  // splits an axis
+        #expect(try kernels { [x.T.reshaped([24])] } == ["copy": 1])
+        #expect(try kernels { [x.T.reshaped([2, 3, 4])] } == [:])  // splits an axis
         #expect(try kernels { [contiguous(x)] } == [:])
         #expect(try kernels { [contiguous(x.T)] } == ["copy": 1])
         #expect(try kernels { [contiguous(x.T, allowColMajor: true)] } == [:])
@@ -481,8 +481,8 @@ struct LedgerTests {
         #expect(try kernels { [floats(1024, 8).sum(axis: 0)] } == ["reduce": 2])
         #expect(try kernels { [softmax(floats(8, 32), axis: -1)] } == ["softmax": 1])
         #expect(try kernels { [softmax(floats(8, 32).T, axis: -1)] } == ["copy": 1, "softmax": 1])
-        #expect(try kernels { [logSumExp(floats(8, 32), axis: -1)] } == ["logsumexp": 1])
-        #expect(try kernels { [argMax(floats(8, 32), axis: -1)] } == ["arg_reduce": 1])
+        #expect(try kernels { [floats(8, 32).logSumExp(axis: -1)] } == ["logsumexp": 1])
+        #expect(try kernels { [floats(8, 32).argMax(axis: -1)] } == ["arg_reduce": 1])
         #expect(try count { eval(floats(257, 5000).sum(axis: 0)) }.kinds["reduce"]?.writtenBytes == 4 * 33 * 5000)
     }
 
@@ -496,7 +496,7 @@ struct LedgerTests {
         #expect(try product(floats(512, 600), floats(600, 512)) == ["gemm": 1, "gemm_accumulate": 1])
         #expect(try product(floats(1, 256), floats(256, 64)) == ["gemv": 1])
         #expect(try product(floats(64, 64).T, floats(128, 64).T) == ["gemm": 1])
-        #expect(try product(floats(64, 128)[0..., .stride(by: 2)], floats(64, 128)) == ["copy": 1, "gemm": 1])
+        #expect(try product(floats(64, 64, 2)[.ellipsis, 0], floats(64, 128)) == ["copy": 1, "gemm": 1])
         // Eight products of 16 rows with one matrix become one product of 128 rows, whose k is split. Products with eight matrices stay separate.
         #expect(try product(floats(8, 16, 256), floats(256, 64)) == ["gemm": 1, "gemm_accumulate": 1])
         #expect(try product(floats(8, 16, 256), floats(8, 256, 64)) == ["gemm": 1])
