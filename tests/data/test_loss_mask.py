@@ -11,7 +11,8 @@ from helpers.chat_templates import CHATML, LLAMA, PHI, QWEN, QWEN3, SPECIAL, TEM
 from helpers.paths import DEMO_MODEL
 from helpers.records import encode as encode_conversation
 from helpers.records import messages_of
-from mesp.data.plain_text import Joined
+from mesp.data.fields import Fields
+from mesp.data.plain_text import join
 from mesp.data.records import Conversation, read_record
 from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
@@ -428,7 +429,7 @@ def test_a_prompt_that_is_not_how_the_model_is_asked_is_refused(tokenizer, other
 
 def test_a_string_may_be_answered_by_messages(tokenizer):
     record = {"prompt": "a", "completion": [assistant("b")], "chat_template_kwargs": {}}
-    found = read_record("A record", record)
+    found = read_record(Fields("A record", record))
     assert not found.texts and found.messages == turn("a", "b")
     tokenizer._tokenizer.chat_template = PLAIN
     ids = encode_conversation(tokenizer, found, "answers").ids
@@ -439,7 +440,7 @@ def test_a_string_may_be_answered_by_messages(tokenizer):
 def test_no_token_has_a_part_of_prompt_and_answer(ends):
     tokenizer = load_tokenizer(DEMO_MODEL)
     for answer in ("cd", " is", "\n\nx", "s", "。"):
-        ids, context = Joined(tokenizer, f"The word{ends}", answer).encode()
+        ids, context = join(tokenizer, f"The word{ends}", answer)
         assert ids[:context] == tokenizer.encode(f"The word{ends}")
         assert tokenizer.decode(ids[context:]) == answer + tokenizer.eos_token
 

@@ -11,7 +11,7 @@ from helpers.paths import DEMO_MODEL
 from helpers.records import encode as encode_conversation
 from helpers.records import messages_of
 from mesp.data.load import DataOptions, load
-from mesp.data.plain_text import Joined, encode_plain_prompt
+from mesp.data.plain_text import encode_plain_prompt, join
 from mesp.data.prompts import encode_prompt
 from mesp.data.records import Conversation
 from mesp.data.special_tokens import encode_split
@@ -165,7 +165,7 @@ def test_texts_are_as_transformers_splits_them(tokenizer, text):
     assert encode_split(tokenizer, text) == ids
     assert not special(tokenizer, ids)
     assert encode_plain_prompt(tokenizer, text, split_special=True) == ids
-    asked, count = Joined(tokenizer, text, text, split_special=True).encode()
+    asked, count = join(tokenizer, text, text, split_special=True)
     assert asked[:count] == ids
     assert special(tokenizer, asked) == [tokenizer.eos_token_id] == asked[-1:]
     said = tokenizer.decode(asked).removesuffix(tokenizer.eos_token)

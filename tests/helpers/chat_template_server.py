@@ -29,7 +29,7 @@ from helpers.conversations import conversations
 from helpers.paths import DEMO_MODEL
 from mesp.data.chat_template import apply_template
 from mesp.data.encoder import Encoder
-from mesp.data.fields import NEVER_CONTENT, refuse_unread
+from mesp.data.fields import NEVER_CONTENT, Fields, refuse_unread
 from mesp.data.records import mask_record, read_record
 from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
@@ -253,7 +253,7 @@ def varied(record: dict, chance: random.Random) -> dict:
 def expected(template: str, record: dict, loss_on: str) -> dict[str, Any]:
     unread: list[str] = []
     try:
-        read = read_record("It", deepcopy(record))
+        read = read_record(Fields("It", deepcopy(record)))
         unread += read.unread
         encoder = Encoder(tokenizer_of(template), loss_on, True, split_special=True)
         if read.kind in ("a text", "a pair of answers"):  # Only answers of a pair are in the loss.

@@ -16,14 +16,14 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mesp.data.fields import OPTIONS, is_empty
 from mesp.data.messages import CALLS, REASONING, Message
-from mesp.data.special_tokens import special_pattern
+from mesp.data.special_tokens import Bounds, Tokens, check_special, special_pattern, tokens
 from mesp.errors import MespError
 
 if TYPE_CHECKING:
@@ -101,13 +101,8 @@ class Form:
             return True
         return False
 
-    def apply(
-        self,
-        messages: list[Message],
-        asks: bool = False,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> str:
-        given = self.arguments if arguments is None else arguments
+    def apply(self, messages: list[Message], asks: bool = False, given: dict | None = None) -> str:
+        given = self.arguments if given is None else given
         taken = template_messages(messages, self.with_text)
         return apply_template(self.tokenizer, taken, add_generation_prompt=asks, **given)
 
@@ -174,8 +169,8 @@ class Form:
                 unread.append(key)
         return unread
 
-    def _is_same(self, messages: list[Message], arguments: Mapping[str, Any] | None = None) -> bool:
-        return self.apply(messages, arguments=arguments) == self.marked
+    def _is_same(self, messages: list[Message], given: dict | None = None) -> bool:
+        return self.apply(messages, given=given) == self.marked
 
 
 @lru_cache(maxsize=512)
@@ -183,57 +178,43 @@ def _form(tokenizer: Any, _template: str, inputs: str) -> Form:
     return Form(tokenizer, *json.loads(inputs))
 
 
-@dataclass(frozen=True)
 class Rendering:
     """A conversation rendered with its chat template. With `split_special`, special tokens in texts
-    are encoded as ordinary text.
+    are encoded as ordinary text. The index of one of `texts` is the number in its mark.
 
-    Raises MespError if `check_roles` refuses a message.
+    Raises MespError if a message has a role that is neither known nor used by the chat template, or
+    that is another name for a known role, such as human.
     """
 
-    tokenizer: Any
-    conversation: Conversation
-    split_special: bool = False
+    def __init__(
+        self, tokenizer: Any, conversation: Conversation, split_special: bool = False
+    ) -> None:
+        self.tokenizer, self.split_special = tokenizer, split_special
+        self.conversation, template = conversation, str(tokenizer.chat_template)
+        self._arguments = {"tools": conversation.tools, **conversation.options}
+        self.texts: list[Text] = []
+        messages = []
+        for index, message in enumerate(conversation.messages):
+            _check_role(index, message["role"], template)
+            messages.append(_marked(message, partial(self._mark, index)))
+        owners = [text.message for text in self.texts]
+        inputs = json.dumps([messages, self._arguments, owners], default=str)
+        self.form = _form(tokenizer, template, inputs)
 
-    def __post_init__(self) -> None:
-        check_roles(self.tokenizer, self.conversation.messages)
+    def _mark(self, message: int, kind: str, text: str) -> str:
+        """White space and flags around the text are kept."""
+        found = ENDS.fullmatch(text)
+        if not found["body"]:
+            return text
+        self.texts.append(Text(message, kind, found["body"]))
+        return found["before"] + MARK.format(len(self.texts) - 1) + found["after"]
 
     @cached_property
     def text(self) -> str:
         return self.render(self.conversation.messages)
 
-    @property
-    def texts(self) -> list[Text]:
-        """A text's index is the number in its mark."""
-        return self._marks[1]
-
     def render(self, messages: list[Message], asks: bool = False) -> str:
         return self.form.apply(messages, asks, self._arguments)
-
-    @property
-    def _arguments(self) -> dict[str, Any]:
-        return {"tools": self.conversation.tools, **self.conversation.options}
-
-    @cached_property
-    def form(self) -> Form:
-        messages, texts = self._marks
-        inputs = json.dumps([messages, self._arguments, [t.message for t in texts]], default=str)
-        return _form(self.tokenizer, str(self.tokenizer.chat_template), inputs)
-
-    @cached_property
-    def _marks(self) -> tuple[list[Message], list[Text]]:
-        texts: list[Text] = []
-
-        def mark(message: int, kind: str, text: str) -> str:
-            """White space and flags around the text are kept."""
-            found = ENDS.fullmatch(text)
-            if not found["body"]:
-                return text
-            texts.append(Text(message, kind, found["body"]))
-            return found["before"] + MARK.format(len(texts) - 1) + found["after"]
-
-        messages = enumerate(self.conversation.messages)
-        return [_marked(each, partial(mark, index)) for index, each in messages], texts
 
     def check(self) -> tuple[list[str], list[str]]:
         """Returns notes, and the names of the messages' keys that nothing reads.
@@ -300,7 +281,12 @@ class Rendering:
         if not self.split_special:
             return []
         pattern = special_pattern(self.tokenizer)
-        if found := pattern.search(self._beside_texts):
+        messages = [
+            {k: v for k, v in m.items() if k not in ("role", "weight")} for m in self.form.messages
+        ]
+        beside = [messages, self.conversation.tools, self.conversation.options]
+        said = TAGS.sub("", json.dumps(beside, ensure_ascii=False, default=str))
+        if found := pattern.search(said):
             raise MespError(
                 f"it has the special token {found[0]} outside of its texts, for example in its "
                 "tools, where it stays special: take it out, or leave out --split-special-tokens."
@@ -321,16 +307,23 @@ class Rendering:
             for found in pattern.finditer(text, place.start, place.stop)
         ]
 
-    @property
-    def _beside_texts(self) -> str:
-        messages = [
-            {k: v for k, v in m.items() if k != "role"} for m in template_messages(self._marks[0])
-        ]
-        beside = [messages, self.conversation.tools, self.conversation.options]
-        return TAGS.sub("", json.dumps(beside, ensure_ascii=False, default=str))
+    def encode(self, count: int, asks: bool = False) -> list[int]:
+        """Returns the ids of the first `count` messages.
 
-    def places_of(self, message: int) -> list[Place]:
-        return [place for place in self.places if self.texts[place.text].message == message]
+        Raises MespError if special tokens in texts cannot be told from the template's.
+        """
+        text = self.render(self.conversation.messages[:count], asks)
+        if not self.split_special:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        marked = self.form.render(count, asks)
+        return self.tokens(text, self.written(marked, text), marked)[0]
+
+    def tokens(self, text: str, written: Bounds, marked: str) -> Tokens:
+        """Special tokens within `written` are encoded as ordinary text."""
+        encoded = tokens(self.tokenizer, text, written)
+        if self.split_special:
+            check_special(self.tokenizer, encoded[0], tokens(self.tokenizer, marked)[0])
+        return encoded
 
     def places_in(self, start: int, stop: int) -> list[Place]:
         return [place for place in self.places if place.start < stop and place.stop > start]
@@ -383,20 +376,14 @@ def template_messages(messages: list[Message], with_text: bool = False) -> list[
     return found
 
 
-def check_roles(tokenizer: Any, messages: list[Message]) -> None:
-    """Raises MespError if a message has a role that is neither known nor used by the chat
-    template, or that is another name for a known role, such as human.
-    """
-    template = str(tokenizer.chat_template)
-    for number, message in enumerate(messages, 1):
-        role = message["role"]
-        if role in ROLES:
-            continue
-        meant = MEANT.get(role.lower(), role.lower() if role.lower() in ROLES else None)
-        if meant is None and re.search(rf"['\"]{re.escape(role)}['\"]", template):
-            continue
-        remedy = f"write {meant}" if meant else f"roles are {', '.join(ROLES)}"
-        raise MespError(f'message {number} has the role "{role:.40}": {remedy}.')
+def _check_role(index: int, role: str, template: str) -> None:
+    if role in ROLES:
+        return
+    meant = MEANT.get(role.lower(), role.lower() if role.lower() in ROLES else None)
+    if meant is None and re.search(rf"['\"]{re.escape(role)}['\"]", template):
+        return
+    remedy = f"write {meant}" if meant else f"roles are {', '.join(ROLES)}"
+    raise MespError(f'message {index + 1} has the role "{role:.40}": {remedy}.')
 
 
 def _marked(message: Message, mark: Callable[[str, str], str]) -> Message:
@@ -449,13 +436,10 @@ def _changes(value: Any) -> Iterator[tuple[Any, Any]]:
         yield value, f"{value or ''}{PROBE}"
 
 
-def _forms(text: str) -> Iterator[str]:
-    """Yields a text in the forms that templates write: unchanged, in JSON, and as Python's repr."""
-    yield text
-    yield json.dumps(text, ensure_ascii=False)[1:-1]
-    yield json.dumps(text)[1:-1]
-    yield repr(text)[1:-1]
-    yield repr(f'"{text}')[2:-1]
+def _forms(text: str) -> list[str]:
+    """The forms in which templates write a text: unchanged, in JSON, and as Python's repr."""
+    in_json = [json.dumps(text, ensure_ascii=each)[1:-1] for each in (False, True)]
+    return [text, *in_json, repr(text)[1:-1], repr(f'"{text}')[2:-1]]
 
 
 def _short(text: str) -> str:

@@ -5,9 +5,8 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,7 +52,7 @@ def read_dataset(
         found = _find_files(datasets, data, subset, names)
         taken = _find_splits(data, splits, list(found))
         needed = {name for expression in taken.values() for name in _names_in(expression)}
-        rows = {name: list(found[name]()) for name in needed}
+        rows = {name: list(found[name]) for name in needed}
         sizes = {name: len(each) for name, each in rows.items()}
         return {
             ours: [
@@ -83,13 +82,13 @@ def refuse_scripts(datasets: ModuleType) -> None:
 
 def _find_files(
     datasets: ModuleType, data: str, subset: str | None, names: Sequence[str]
-) -> dict[str, Callable[[], Iterator[Row]]]:
+) -> dict[str, Iterator[Row]]:
     path = Path(data)
     is_file = path.exists() and not path.is_dir()
     if subset is not None and (is_file or is_saved(path)):
         raise MespError(f"{data} has no subsets; leave out --subset.")
     if is_file:
-        return {"train": partial(read_file, path)}
+        return {"train": read_file(path)}
     if is_saved(path):
         return _saved(datasets, data)
     subset = _find_subset(data, subset, datasets.get_dataset_config_names(data))
@@ -106,10 +105,10 @@ def _find_files(
                 f"{data} has {name}, which is in none of the splits {', '.join(files)}; name "
                 "the splits to read with --splits."
             )
-    return {split: partial(_read, data, each) for split, each in files.items()}
+    return {split: _read(data, each) for split, each in files.items()}
 
 
-def _saved(datasets: ModuleType, data: str) -> dict[str, Callable[[], Iterator[Row]]]:
+def _saved(datasets: ModuleType, data: str) -> dict[str, Iterator[Row]]:
     """Raises MespError if it names a file outside of it."""
     folder = Path(data)
     for state in (*folder.glob("state.json"), *folder.glob("*/state.json")):
@@ -122,20 +121,19 @@ def _saved(datasets: ModuleType, data: str) -> dict[str, Callable[[], Iterator[R
     parts = saved if isinstance(saved, dict) else {"train": saved}
     for part in parts.values():
         part.data.validate(full=True)
+    return {name: _rows(f"{name} of {data}", part) for name, part in parts.items()}
 
-    def read(split: str) -> Iterator[Row]:
-        for number, row in enumerate(parts[split], 1):
-            where = f"Record {number} of {split} of {data}"
-            yield where, {key: read_cell(where, value) for key, value in row.items()}
 
-    return {split: partial(read, split) for split in parts}
+def _rows(name: str, records: Iterable[dict[str, Any]]) -> Iterator[Row]:
+    for number, record in enumerate(records, 1):
+        where = f"Record {number} of {name}"
+        yield where, {key: read_cell(where, value) for key, value in record.items()}
 
 
 def _read(data: str, files: Sequence[tuple[str, str | None]]) -> Iterator[Row]:
     for name, revision in files:
-        folder = Path(data)
-        if revision is not None:
-            folder = download("dataset", data, [glob.escape(name)], revision)
+        names = [glob.escape(name)]
+        folder = Path(data) if revision is None else download("dataset", data, names, revision)
         yield from read_file(folder / name, f"{data}/{name}", root_of(folder))
 
 

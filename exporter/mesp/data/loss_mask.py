@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from operator import eq
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from mesp.data.chat_template import MARK, MARKS, PROBE, Form, Rendering, apply_template
 from mesp.data.messages import CALLS
-from mesp.data.special_tokens import Bounds, check_special, special_pattern, special_tokens, tokens
+from mesp.data.special_tokens import Bounds, special_pattern, special_tokens, tokens
 from mesp.errors import MespError
 
 
@@ -71,8 +72,7 @@ def encode_conversation(rendering: Rendering, loss_on: str) -> Encoded:
         spans = {}
     written = rendering.written(rendering.form.marked, rendering.text)
     text, spans, written, added = _with_ends(rendering, spans, written, notes)
-    encoded = _tokens(rendering, text, written, rendering.form.marked + added)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    ids, offsets = rendering.tokens(text, written, rendering.form.marked + added)
     ends, mask = end_tokens(tokenizer), np.full(len(ids), loss_on == "all")
     for index, span in spans.items():
         inside = [at for at, (a, b) in enumerate(offsets) if a < span.stop and b > span.start]
@@ -84,7 +84,13 @@ def encode_conversation(rendering: Rendering, loss_on: str) -> Encoded:
                 f"{tokenizer.decode(within[:1])} in it, which the chat template adds: leave it out."
             )
     if trained and loss_on != "all" and (loss_on == "last" or conversation.prompt):
-        _check_asked(rendering, trained[0], ids[: int(np.argmax(mask))])
+        first, prompt = trained[0], ids[: int(np.argmax(mask))]
+        if first and rendering.encode(first, asks=True)[: len(prompt)] != prompt:
+            raise MespError(
+                f"the prompt for the answer in message {first + 1} is not the beginning of the "
+                "conversation in the chat template: take records of messages and --loss-on "
+                "answers, or leave it out."
+            )
     return Encoded(ids, mask, tuple(notes), tuple(unread), conversation.options)
 
 
@@ -94,42 +100,10 @@ def empty_answer(index: int) -> MespError:
     )
 
 
-def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> list[int]:
-    """Returns the ids of the first `count` messages.
-
-    Raises MespError if special tokens in texts cannot be told from the template's.
-    """
-    text = rendering.render(rendering.conversation.messages[:count], asks)
-    if not rendering.split_special:
-        return list(rendering.tokenizer.encode(text, add_special_tokens=False))
-    marked = rendering.form.render(count, asks)
-    return list(_tokens(rendering, text, rendering.written(marked, text), marked)["input_ids"])
-
-
-def _tokens(rendering: Rendering, text: str, written: Bounds, marked: str) -> dict[str, Any]:
-    """Returns the ids of a rendering and their bounds. Special tokens within `written` are encoded
-    as ordinary text.
-    """
-    encoded = tokens(rendering.tokenizer, text, written)
-    if rendering.split_special:
-        expected = tokens(rendering.tokenizer, marked)["input_ids"]
-        check_special(rendering.tokenizer, encoded["input_ids"], expected)
-    return encoded
-
-
-def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> None:
-    if index and rendered_tokens(rendering, index, asks=True)[: len(prompt)] != prompt:
-        raise MespError(
-            f"the prompt for the answer in message {index + 1} is not the beginning of the "
-            "conversation in the chat template: take records of messages and --loss-on answers, "
-            "or leave it out."
-        )
-
-
 def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> dict[int, Span]:
     marks, spans = rendering.generated, {}
     for index in answers:
-        said = rendering.places_of(index)
+        said = [p for p in rendering.places if rendering.texts[p.text].message == index]
         if not said:
             raise _not_found(index)
         if marks is None:
@@ -139,12 +113,10 @@ def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> di
         else:
             first = said[0].start
             start, stop = next((b for b in marks if b[0] <= first < b[1]), (-1, -1))
-        inside = {p.text for p in rendering.places_in(start, stop)}
         # Texts are compared, not places, because a template may repeat a text elsewhere, such as a
         # tool's name.
-        if not 0 <= start < stop or inside < {p.text for p in said}:
-            raise _not_found(index)
-        if any(rendering.texts[text].message != index for text in inside):
+        inside = {p.text for p in rendering.places_in(start, stop)}
+        if not 0 <= start < stop or inside != {p.text for p in said}:
             raise _not_found(index)
         spans[index] = Span(start, max(p.stop for p in said if p.stop <= stop), stop)
     return spans
@@ -191,13 +163,12 @@ def _bounds(form: Form, index: int) -> tuple[int, int, str]:
     # The two renderings differ before the answer, or there is only one rendering. So `header`, the
     # end of the generation prompt, is looked for. A beginning of the header is enough if it has a
     # special token.
-    opened = tokens(form.tokenizer, header)
+    opened, bounds = tokens(form.tokenizer, header)
     special = special_tokens(form.tokenizer)
-    for count in range(len(opened["input_ids"]), 0, -1):
-        is_whole = count == len(opened["input_ids"])
-        length = opened["offset_mapping"][count - 1][1]
+    for count in range(len(opened), 0, -1):
+        length = bounds[count - 1][1]
         at = gap.rfind(header[:length])
-        if at >= 0 and (is_whole or special.intersection(opened["input_ids"][:count])):
+        if at >= 0 and (count == len(opened) or special.intersection(opened[:count])):
             return anchor + at + length, stop, ""
     raise _not_found(index)
 
@@ -238,9 +209,9 @@ def _agreed(tokenizer: Any, a: str, b: str) -> int:
     longest = min(len(a), len(b))
     if a[:longest] == b[:longest]:
         return longest
-    one, other = (tokens(tokenizer, text) for text in (a, b[: 2 * len(a) + 100]))
-    same = alike(one["input_ids"], other["input_ids"])
-    return int(one["offset_mapping"][same - 1][1]) if same else 0
+    ids, bounds = tokens(tokenizer, a)
+    same = alike(ids, tokens(tokenizer, b[: 2 * len(a) + 100])[0])
+    return bounds[same - 1][1] if same else 0
 
 
 def _with_ends(
@@ -249,34 +220,30 @@ def _with_ends(
     """Returns the rendering with an end token after each answer that ends the model's turn."""
     tokenizer, text = rendering.tokenizer, rendering.text
     is_end = _end_patterns(tokenizer, str(tokenizer.chat_template), *end_tokens(tokenizer))
-    pieces, ended, at, shift = [], {}, 0, 0
-    moved: list[tuple[int, int]] = []
+    end, cuts, ended = tokenizer.eos_token or "", [], {}
     for index, span in sorted(spans.items(), key=lambda item: item[1].start):
-        tail, added = text[span.said : span.stop], ""
-        stop = span.stop
-        if not is_end[0].search(tail):
+        stop, shift = span.stop, len(end) * len(cuts)
+        if not is_end[0].search(text[span.said : stop]):
             following = next((start for start, _ in written if start >= stop), len(text))
             # The end token may come right after the answer's span. It belongs to the answer, even
             # if it also opens the next turn.
             if after := is_end[1].match(text, stop, following):
                 stop = after.end()
             elif not _goes_on(rendering.form, index):
-                added = tokenizer.eos_token or ""
-                if not added:
+                if not end:
                     raise MespError(
                         "the chat template ends an answer without a token at which generation "
                         "stops, and the tokenizer has none: take a model that has one."
                     )
+                cuts.append(stop)
                 notes.append(
-                    f"Answers that the chat template does not end: {added} was put after each"
+                    f"Answers that the chat template does not end: {end} was put after each"
                 )
-        pieces += [text[at:stop], added]
-        moved += [(a + shift, b + shift) for a, b in written if at <= a < stop]
-        ended[index] = Span(span.start + shift, span.said + shift, stop + shift + len(added))
-        shift += len(added)
-        at = stop
-    moved += [(a + shift, b + shift) for a, b in written if a >= at]
-    return "".join([*pieces, text[at:]]), ended, moved, "".join(pieces[1::2])
+        ended[index] = Span(span.start + shift, span.said + shift, stop + len(end) * len(cuts))
+    shifts = [len(end) * bisect_right(cuts, start) for start, _ in written]
+    moved = [(a + shift, b + shift) for (a, b), shift in zip(written, shifts, strict=True)]
+    pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+    return end.join(pieces), ended, moved, end * len(cuts)
 
 
 @lru_cache(maxsize=4)

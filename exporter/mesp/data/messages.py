@@ -35,8 +35,7 @@ def read_messages(fields: Fields, key: str) -> list[Message]:
     that is not text.
     """
     messages = fields.take(key)
-    is_list = isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
-    if not is_list or (not messages and key in ("messages", "prompt")):
+    if not _are_objects(messages) or (not messages and key in ("messages", "prompt")):
         other = "no" if key == "messages" else "neither a string nor a"
         raise MespError(
             f'{fields.where} has a "{key}" that is {other} list of messages: write each as '
@@ -49,9 +48,7 @@ def read_messages(fields: Fields, key: str) -> list[Message]:
 
 
 def _read(fields: Fields, where: str, raw: Message) -> Message:
-    message = {
-        k: value for k, value in raw.items() if value is not None and k not in fields.ignored
-    }
+    message = {k: v for k, v in raw.items() if v is not None and k not in fields.ignored}
     role = message.get("role")
     if not isinstance(role, str):
         raise MespError(
@@ -126,14 +123,14 @@ def _calls(fields: Fields, where: str, calls: Any) -> list[dict[str, Any]]:
         raise MespError(f'{where} with "{CALLS}" that is not a list.')
     found = []
     for call in calls:
-        is_nested = isinstance(call, dict) and "function" in call
-        function = call["function"] if is_nested else call
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if isinstance(call, dict) and "function" not in call:
+            function = {k: v for k, v in call.items() if k not in CALL_KEYS}
+            call = {k: call[k] for k in ("id",) if k in call} | {"type": "", "function": function}
+        function = call["function"] if isinstance(call, dict) else None
+        if not _has_name(function):
             raise MespError(f'{where} with a tool call without a "name": give it one.')
-        outer = _taken(fields, call, CALL_KEYS) if is_nested else {}
-        outer |= {"id": call["id"]} if "id" in call else {}
-        known = ("name", "arguments", *(() if is_nested else CALL_KEYS))
-        inner = _taken(fields, function, known)
+        outer = _taken(fields, call, CALL_KEYS)
+        inner = _taken(fields, function, ("name", "arguments"))
         fault = f"{where} with arguments of a tool call that are no JSON: write an object."
         arguments = _parsed(function.get("arguments"), "{}", fault, strict=True)
         arguments = {} if arguments is None else arguments
@@ -146,11 +143,19 @@ def _calls(fields: Fields, where: str, calls: Any) -> list[dict[str, Any]]:
     return found
 
 
+def _has_name(function: Any) -> bool:
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
 def _parsed(value: Any, empty: str, fault: str, strict: bool = False) -> Any:
     try:
         return parse_json(value or empty, strict) if isinstance(value, str) else value
     except ValueError as error:
         raise MespError(fault) from error
+
+
+def _are_objects(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(each, dict) for each in values)
 
 
 def read_template_inputs(fields: Fields) -> dict[str, Any]:
@@ -159,15 +164,12 @@ def read_template_inputs(fields: Fields) -> dict[str, Any]:
     """
     where, tools, options = fields.where, fields.take("tools"), fields.take(OPTIONS)
     tools = _parsed(tools, "[]", f'{where} has "tools" in a string that is no JSON: write a list.')
-    if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    ):
+    if not (tools is None or _are_objects(tools)):
         raise MespError(
             f'{where} has "tools" that are not a list of objects: write them in OpenAI\'s form.'
         )
     for tool in tools or []:
-        function = tool.get("function", tool)
-        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+        if not _has_name(tool.get("function", tool)):
             raise MespError(f'{where} has a tool without a "name": give it one.')
     return {"tools": tools or None, "options": check_options(f'{where} has "{OPTIONS}"', options)}
 
@@ -185,15 +187,15 @@ def check_options(where: str, options: Any) -> dict[str, Any]:
 def read_weight(where: str, entries: dict[str, Any]) -> int | None:
     """Returns 1 if it is trained, 0 if not, and None if no such field has a value."""
     weights = []
-    for key in [key for key in WEIGHTS if key in entries]:
-        value = as_truth(entries.pop(key))
+    for key, trained in WEIGHTS.items():
+        value = as_truth(entries.pop(key, None))
         if value not in (None, 0, 1):
             raise MespError(
                 f'{where} "{key}" {json.dumps(value):.40}, which is neither 0 nor 1: write 1 '
                 f"to train it and 0 not to, or leave the field out with --ignore {key}."
             )
         if value is not None:
-            weights.append(int(value == WEIGHTS[key]))
+            weights.append(int(value == trained))
     return min(weights, default=None)
 
 

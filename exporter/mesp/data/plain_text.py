@@ -3,7 +3,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,52 +14,42 @@ from mesp.errors import MespError
 PIECE = 1 << 14
 
 
-@dataclass(frozen=True)
-class Joined:
-    """A prompt, followed by its answer and the end-of-text token. With `split_special`, special
-    tokens in both are encoded as ordinary text.
+def mask_joined(
+    tokenizer: Any, prompt: str, answer: str, loss_on: str, split_special: bool
+) -> Encoded:
+    """Raises MespError if the answer is empty, or contains an end token that is not at its end."""
+    if not answer.strip():
+        raise empty_answer(0)
+    ids, context = join(tokenizer, prompt, answer, split_special)
+    ends = end_tokens(tokenizer)
+    within = [at for at, token in enumerate(ids[context:]) if token in ends]
+    if len(within) > 1 or within[:1] == [0]:
+        raise MespError("it has an end token in its answer, which is added: leave it out.")
+    return Encoded(ids, np.arange(len(ids)) >= (0 if loss_on == "all" else context))
+
+
+def join(
+    tokenizer: Any, prompt: str, answer: str, split_special: bool = False
+) -> tuple[list[int], int]:
+    """Returns the ids of prompt, answer and end-of-text token, and the number of prompt ids.
+
+    The prompt is encoded without the answer, as at inference, so no token spans both. If the ids
+    would not decode to both texts, prompt and answer are encoded as one text. With `split_special`,
+    special tokens in both are encoded as ordinary text.
     """
-
-    tokenizer: Any
-    prompt: str
-    answer: str
-    split_special: bool = False
-
-    def mask(self, loss_on: str) -> Encoded:
-        """Raises MespError if the answer is empty, or contains an end token that is not at its
-        end.
-        """
-        if not self.answer.strip():
-            raise empty_answer(0)
-        ids, context = self.encode()
-        ends = end_tokens(self.tokenizer)
-        within = [at for at, token in enumerate(ids[context:]) if token in ends]
-        if len(within) > 1 or within[:1] == [0]:
-            raise MespError("it has an end token in its answer, which is added: leave it out.")
-        return Encoded(ids, np.arange(len(ids)) >= (0 if loss_on == "all" else context))
-
-    def encode(self) -> tuple[list[int], int]:
-        """Returns the ids of prompt, answer and end-of-text token, and the number of prompt ids.
-
-        The prompt is encoded without the answer, as at inference, so no token spans both. If the
-        ids would not decode to both texts, prompt and answer are encoded as one text.
-        """
-        tokenizer, prompt, answer = self.tokenizer, self.prompt, self.answer
-        end = tokenizer.eos_token or ""
-        ends = [tokenizer.eos_token_id] if end and self.split_special else []
-        if not self.split_special and not answer.rstrip().endswith(end):
-            answer += end
-        asked = encode_plain_prompt(tokenizer, prompt, self.split_special)
-        answered, _ = piece(tokenizer, answer, False, self.split_special)
-        ids = [*asked, *answered]
-        if _normal(tokenizer.decode(ids)).endswith(_normal(prompt + answer)):
-            return [*ids, *ends], len(asked)
-        whole = encode_plain_prompt(tokenizer, prompt + answer, self.split_special) + ends
-        return whole, alike(asked, whole)
-
-
-def _normal(text: str) -> str:
-    return unicodedata.normalize("NFC", text)
+    end = tokenizer.eos_token or ""
+    ends = [tokenizer.eos_token_id] if end and split_special else []
+    if not split_special and not answer.rstrip().endswith(end):
+        answer += end
+    asked = encode_plain_prompt(tokenizer, prompt, split_special)
+    ids = asked + piece(tokenizer, answer, False, split_special)[0]
+    found, wanted = (
+        unicodedata.normalize("NFC", text) for text in (tokenizer.decode(ids), prompt + answer)
+    )
+    if found.endswith(wanted):
+        return ids + ends, len(asked)
+    whole = encode_plain_prompt(tokenizer, prompt + answer, split_special) + ends
+    return whole, alike(asked, whole)
 
 
 def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False) -> list[int]:

@@ -7,7 +7,6 @@ from typing import Any
 
 from mesp.data.chat_template import Rendering
 from mesp.data.fields import OPTIONS, refuse_unread
-from mesp.data.loss_mask import rendered_tokens
 from mesp.data.messages import check_options
 from mesp.data.plain_text import encode_plain_prompt
 from mesp.data.records import Conversation
@@ -73,7 +72,7 @@ def encode_in_template(
     tokenizer: Any, conversation: Conversation, split_special: bool = False
 ) -> list[int]:
     rendering = render_checked(tokenizer, conversation, split_special)
-    return rendered_tokens(rendering, len(conversation.messages), asks=True)
+    return rendering.encode(len(conversation.messages), asks=True)
 
 
 def render_checked(tokenizer: Any, conversation: Conversation, split_special: bool) -> Rendering:

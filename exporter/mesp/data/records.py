@@ -15,7 +15,7 @@ from mesp.data.encoder import Encoder
 from mesp.data.fields import OPTIONS, Fields
 from mesp.data.loss_mask import Encoded, alike, encode_conversation
 from mesp.data.messages import Message, as_truth, read_messages, read_template_inputs, read_weight
-from mesp.data.plain_text import Joined, encode_text
+from mesp.data.plain_text import encode_text, mask_joined
 from mesp.errors import MespError, plain_errors
 
 RECORDS = (
@@ -39,8 +39,6 @@ class Record:
     """
 
     kind: ClassVar[str]
-    # Sets of columns. A record that has values in all columns of a set is of the kind.
-    forms: ClassVar[tuple[tuple[str, ...], ...]]
 
     where: str = ""
     unread: tuple[str, ...] = ()
@@ -50,7 +48,6 @@ class Record:
 @dataclass(frozen=True)
 class Text(Record):
     kind = "a text"
-    forms = (("text",),)
 
     text: str
     is_file: bool = False
@@ -59,13 +56,9 @@ class Text(Record):
     def read(cls, fields: Fields) -> Text:
         return cls(fields.take_text("text"))
 
-    def render(self, encoder: Encoder) -> str:
-        return self.text
-
     def mask(self, encoder: Encoder) -> list[Encoded]:
-        text = self.render(encoder)
-        ids = encode_text(encoder.tokenizer, text, self.is_file, encoder.split_special)
-        return [encoder.noted(Encoded(ids, np.ones(len(ids), bool)), text)]
+        ids = encode_text(encoder.tokenizer, self.text, self.is_file, encoder.split_special)
+        return [encoder.noted(Encoded(ids, np.ones(len(ids), bool)), self.text)]
 
 
 @dataclass(frozen=True)
@@ -78,12 +71,6 @@ class Conversation(Record):
     """
 
     kind = "a conversation"
-    forms = (
-        ("prompt", "completion"),
-        ("messages",),
-        ("instruction", "output"),  # Alpaca
-        ("instruction", "response"),  # Dolly
-    )
 
     messages: list[Message]
     prompt: int = 0
@@ -132,11 +119,15 @@ class Conversation(Record):
     def untrained(self) -> list[int]:
         return [i for i, message in enumerate(self.messages) if message.get("weight", 1) == 0]
 
-    def render(self, encoder: Encoder) -> Rendering | Joined:
-        tokenizer, chat = encoder.tokenizer, encoder.chat
+    def mask(self, encoder: Encoder) -> list[Encoded]:
+        return [self.encode(encoder)]
+
+    def encode(self, encoder: Encoder) -> Encoded:
+        tokenizer, chat, loss_on = encoder.tokenizer, encoder.chat, encoder.loss_on
         if chat and not tokenizer.has_chat_template:
             raise MespError("the model's tokenizer has no chat template: leave out --chat.")
-        if self.texts and not (self.messages and encoder.is_chat):
+        is_joined = self.texts and not (self.messages and encoder.is_chat)
+        if is_joined:
             if chat:
                 raise MespError(
                     "it has no prompt, which the chat template needs: give it one, or leave out "
@@ -149,35 +140,30 @@ class Conversation(Record):
                     "prompt and answer are joined without one: leave out with --ignore "
                     f"{','.join(keys)}."
                 )
-            return Joined(tokenizer, *self.texts, encoder.split_special)
-        if chat is False:
+        elif chat is False:
             raise MespError(
                 "it has messages, which go through the chat template: leave out --no-chat."
             )
-        if not tokenizer.has_chat_template:
+        elif not tokenizer.has_chat_template:
             raise MespError(
                 "the model's tokenizer has no chat template, which its messages need; take an "
                 "-Instruct model, or write the records as prompts and answers."
             )
-        # A copy would compute `answers` again.
-        is_own = self.options or not encoder.options
-        conversation = self if is_own else replace(self, options=encoder.options)
-        return Rendering(tokenizer, conversation, encoder.split_special)
-
-    def mask(self, encoder: Encoder) -> list[Encoded]:
-        return [self.encode(self.render(encoder), encoder)]
-
-    def encode(self, rendering: Rendering | Joined, encoder: Encoder) -> Encoded:
         if not (self.texts[1] if self.texts else self.messages[self.prompt :]):
             raise MespError("it has an empty completion: write one, or leave it out.")
-        if encoder.loss_on == "last" and [m["role"] for m in self.messages] == ["assistant"]:
+        if loss_on == "last" and [m["role"] for m in self.messages] == ["assistant"]:
             raise MespError(
                 "it has one message and so no prompt before it: leave it out, or take --loss-on "
                 "all."
             )
-        if isinstance(rendering, Joined):
-            return encoder.noted(rendering.mask(encoder.loss_on), *(self.texts or ()))
-        encoded = encode_conversation(rendering, encoder.loss_on)
+        if is_joined:
+            encoded = mask_joined(tokenizer, *self.texts, loss_on, encoder.split_special)
+            return encoder.noted(encoded, *self.texts)
+        # A copy would compute `answers` again.
+        is_own = self.options or not encoder.options
+        conversation = self if is_own else replace(self, options=encoder.options)
+        rendering = Rendering(tokenizer, conversation, encoder.split_special)
+        encoded = encode_conversation(rendering, loss_on)
         return encoder.noted(encoded, *map(without_tags, self.messages))
 
 
@@ -190,7 +176,6 @@ class Pair(Record):
     """
 
     kind = "a pair of answers"
-    forms = (("chosen", "rejected"),)
 
     chosen: Conversation
     rejected: Conversation
@@ -226,21 +211,14 @@ class Pair(Record):
             both = [replace(each, messages=[]) for each in both]
         return cls(*both)
 
-    def render(self, encoder: Encoder) -> list[Rendering | Joined]:
-        return [self.chosen.render(encoder), self.rejected.render(encoder)]
-
     def mask(self, encoder: Encoder) -> list[Encoded]:
-        chosen, rejected = self.render(encoder)
-        return [
-            replace(self.chosen.encode(chosen, encoder), label=CHOSEN),
-            replace(self.rejected.encode(rejected, encoder), label=REJECTED),
-        ]
+        labelled = ((self.chosen, CHOSEN), (self.rejected, REJECTED))
+        return [replace(each.encode(encoder), label=label) for each, label in labelled]
 
 
 @dataclass(frozen=True)
 class Labelled(Record):
     kind = "a labelled answer"
-    forms = (("prompt", "completion", "label"),)
 
     answer: Conversation
     is_good: bool
@@ -256,34 +234,29 @@ class Labelled(Record):
         prompt, answer = _said(fields, "prompt"), _said(fields, "completion")
         return cls(_answer(fields.where, prompt, answer, inputs), label)
 
-    def render(self, encoder: Encoder) -> Rendering | Joined:
-        return self.answer.render(encoder)
-
     def mask(self, encoder: Encoder) -> list[Encoded]:
-        label = GOOD if self.is_good else BAD
-        return [replace(self.answer.encode(self.render(encoder), encoder), label=label)]
+        return [replace(self.answer.encode(encoder), label=GOOD if self.is_good else BAD)]
 
 
 AnyRecord = Text | Conversation | Pair | Labelled
-KINDS: tuple[type[AnyRecord], ...] = (Pair, Labelled, Conversation, Text)
+# A record that has values in all of these columns is of the kind. The first that fits counts.
+FORMS: dict[tuple[str, ...], type[AnyRecord]] = {
+    ("chosen", "rejected"): Pair,
+    ("prompt", "completion", "label"): Labelled,
+    ("prompt", "completion"): Conversation,
+    ("messages",): Conversation,
+    ("instruction", "output"): Conversation,  # Alpaca
+    ("instruction", "response"): Conversation,  # Dolly
+    ("text",): Text,
+}
 
 
-def read_record(
-    where: str,
-    record: dict[str, Any],
-    columns: Mapping[str, str] | None = None,
-    ignored: tuple[str, ...] = (),
-) -> AnyRecord:
-    """Returns a record of one of `KINDS`, with the values of `columns` under their keys.
-
-    Raises MespError if the record is of no kind, lacks one of `columns`, or has a value that cannot
-    be used.
-    """
-    fields = Fields(where, record, columns, ignored)
-    weight = read_weight(f"{where} has", fields.values)
-    kind = next((k for k in KINDS if any(fields.has(*form) for form in k.forms)), None)
+def read_record(fields: Fields) -> AnyRecord:
+    """Raises MespError if the record is of no kind, or has a value that cannot be used."""
+    where, weight = fields.where, read_weight(f"{fields.where} has", fields.values)
+    kind = next((kind for form, kind in FORMS.items() if fields.has(*form)), None)
     if kind is None:
-        for form in (form for each in KINDS for form in each.forms):
+        for form in FORMS:
             null = [key for key in form if not fields.has(key)]
             if {*form} <= {*fields.names}:
                 raise MespError(
@@ -309,9 +282,10 @@ def kind_of(records: Iterable[AnyRecord]) -> type[AnyRecord]:
 def mask_record(record: AnyRecord, encoder: Encoder) -> list[Encoded]:
     with plain_errors(f"{record.where} cannot be tokenized"):
         try:
-            unread, where = record.unread, record.where
-            found = record.mask(encoder)
-            return [replace(each, unread=unread + each.unread, where=where) for each in found]
+            return [
+                replace(each, unread=record.unread + each.unread, where=record.where)
+                for each in record.mask(encoder)
+            ]
         except MespError as error:
             raise MespError(f"{record.where}: {error.message}") from error
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from mesp.data.fields import Fields
 from mesp.data.hub_datasets import is_saved, read_dataset
 from mesp.data.python_docs import python_docs, python_docs_pairs
 from mesp.data.records import AnyRecord, Text, read_record
@@ -80,7 +81,8 @@ def records_of(name: str, rows: Iterable[Row], selection: Selection) -> list[Any
     records: list[AnyRecord] = []
     for where, content in rows:
         if not isinstance(content, str):
-            records.append(read_record(where, content, selection.columns, selection.ignored))
+            fields = Fields(where, content, selection.columns, selection.ignored)
+            records.append(read_record(fields))
         elif selection.columns:
             raise MespError(f"{where} has no columns; leave out --columns.")
         elif content.strip():

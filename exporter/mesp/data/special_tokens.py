@@ -16,6 +16,7 @@ from typing import Any
 from mesp.errors import MespError
 
 Bounds = Sequence[tuple[int, int]]
+Tokens = tuple[list[int], Bounds]  # ids, and the bounds of each one's characters
 
 
 def special_tokens(tokenizer: Any) -> set[int]:
@@ -53,11 +54,10 @@ def check_special(tokenizer: Any, ids: Iterable[int], expected: Iterable[int]) -
         )
 
 
-def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
-    """Returns the ids of a text, and the bounds of each token's characters.
+def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> Tokens:
+    """Each of the parts `written` is encoded separately, so no token spans its bounds.
 
-    Each of these parts is encoded separately, so no token spans its bounds. Raises MespError if the
-    ids of such a part include special tokens.
+    Raises MespError if the ids of such a part include special tokens.
     """
     ids: list[int] = []
     bounds: list[tuple[int, int]] = []
@@ -65,16 +65,12 @@ def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
         found, places = piece(tokenizer, text[start:stop], number == 0, number % 2 == 1)
         ids += found
         bounds += [(start + first, start + last) for first, last in places] if start else places
-    return {"input_ids": ids, "offset_mapping": bounds}
+    return ids, bounds
 
 
-def piece(
-    tokenizer: Any, text: str, is_first: bool, is_written: bool
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns the ids of a piece of a text and their bounds.
-
-    SentencePiece puts a space before the beginning of a text. So a piece that is not the first is
-    encoded after a line feed. If the piece shares a token with the line feed, a colon takes its
+def piece(tokenizer: Any, text: str, is_first: bool, is_written: bool) -> Tokens:
+    """SentencePiece puts a space before the beginning of a text. So a piece that is not the first
+    is encoded after a line feed. If the piece shares a token with the line feed, a colon takes its
     place. If that fails too, the piece is encoded alone.
     """
     for feed in () if is_first else ("\n", ":"):
@@ -85,7 +81,7 @@ def piece(
     return _encode(tokenizer, text, is_written)
 
 
-def _encode(tokenizer: Any, text: str, is_written: bool) -> tuple[list[int], list[tuple[int, int]]]:
+def _encode(tokenizer: Any, text: str, is_written: bool) -> Tokens:
     # transformers calls this backend too, and converts the result.
     backend = tokenizer._tokenizer.backend_tokenizer
     backend.encode_special_tokens = is_written or tokenizer.split_special_tokens

@@ -74,7 +74,7 @@ def _record(where: str, record: dict[str, Any], ignored: tuple[str, ...]) -> Rec
     keys = ({"text"}, {"prompt", "completion"}, {"messages"}, {"instruction"})
     if not any({*fields.names} >= each for each in keys):
         raise MespError(f"{where} has {', '.join(fields.names) or 'nothing'}; {RECORDS}.")
-    found = read_record(where, record, ignored=ignored)
+    found = read_record(fields)
     refuse_unread([(where, found.unread)])
     if isinstance(found, Text):
         if not found.text:

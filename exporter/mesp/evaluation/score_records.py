@@ -114,7 +114,7 @@ def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: b
     written = rendering.written(rendering.form.render(1, asks=True), prompt)
     choice = special_pattern(rendering.tokenizer).finditer(text, len(prompt.rstrip()))
     bounds = [*written, *(found.span() for found in choice)]
-    return list(tokens(rendering.tokenizer, text, bounds)["input_ids"])
+    return tokens(rendering.tokenizer, text, bounds)[0]
 
 
 def _choice_metrics(samples: list[Sample]) -> list[Metric]:
