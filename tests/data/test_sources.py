@@ -12,8 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from helpers.records import content as content_of
-from mesp.data.general_text import read_general_text
 from mesp.data.hub_datasets import read_dataset
+from mesp.data.load import read_general_text
 from mesp.data.source_files import SPLITS, UNPACKED, read_file, read_text
 from mesp.data.sources import Selection, read_data
 from mesp.errors import MespError

@@ -15,7 +15,7 @@ from mesp import reference
 from mesp.adapters.held_out_loss import measure_held_out_loss
 from mesp.adapters.load import apply_adapters, read_adapters, stack_adapters
 from mesp.bundle.reader import Bundle
-from mesp.data.general_text import read_general_text
+from mesp.data.load import read_general_text
 from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine.replay_texts import find_opening, sample_replay_texts
 from mesp.errors import MespError

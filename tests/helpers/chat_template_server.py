@@ -28,9 +28,8 @@ from helpers.chat_templates import CHATML, SPECIAL, TEMPLATES, unmarked
 from helpers.conversations import conversations
 from helpers.paths import DEMO_MODEL
 from mesp.data.chat_template import apply_template
-from mesp.data.encoder import Encoder
 from mesp.data.fields import NEVER_CONTENT, Fields, refuse_unread
-from mesp.data.records import mask_record, read_record
+from mesp.data.records import Encoder, mask_record, read_record
 from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mesp.bundle.reader import Bundle
 from mesp.bundle.to_source_model import to_source_model
-from mesp.data.general_text import read_general_text
+from mesp.data.load import read_general_text
 from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture

@@ -8,9 +8,9 @@ import click
 from click.core import ParameterSource
 
 from mesp.commands.command import pairs, several
-from mesp.data.encoder import LOSS_ON
 from mesp.data.fields import KEYS
 from mesp.data.load import DataOptions
+from mesp.data.records import LOSS_ON
 from mesp.data.source_files import SPLITS
 from mesp.data.sources import Selection
 from mesp.data.splits import HELD_OUT

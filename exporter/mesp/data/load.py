@@ -6,15 +6,17 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mesp.data.encoder import Encoder
 from mesp.data.fields import OPTIONS, refuse_unread
 from mesp.data.loss_mask import Encoded, end_tokens
-from mesp.data.plain_text import begin_of_text
-from mesp.data.records import AnyRecord, Conversation, Labelled, Pair, Text, kind_of, mask_record
+from mesp.data.plain_text import begin_of_text, cut_text
+from mesp.data.records import AnyRecord, Conversation, Encoder, Text, kind_of, mask_record
+from mesp.data.source_files import read_text
 from mesp.data.sources import Selection, read_data
 from mesp.data.special_tokens import special_tokens
 from mesp.data.splits import (
@@ -28,6 +30,8 @@ from mesp.data.splits import (
     hold_out_tokens,
 )
 from mesp.errors import MespError
+
+GENERAL_TEXT_SIZE = 1 << 22  # the maximum size of a text in bytes
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +108,10 @@ def tokenize(
     kind = kind_of(itertools.chain(*records.values()))
     pack = kind is Text if options.pack is None else options.pack
     loss_on = options.loss_on or ("all" if kind is Text else "answers")
+    is_stream = kind is Text and pack
     kept = leave_out(data, records, loss_on)
-    _check_options(data, kept, kind, pack, loss_on, options)
-    if not (kind is Text and pack):
+    _check_options(data, kept, kind, replace(options, pack=pack, loss_on=loss_on))
+    if not is_stream:
         hold_out_records(data, kept, options.hold_out)
     encoder = Encoder(
         tokenizer, loss_on, options.chat, options.split_special_tokens, options.chat_template_kwargs
@@ -114,13 +119,13 @@ def tokenize(
     encoded = encode_all(data, kept, encoder)
     splits = {}
     for split, each in encoded.items():
-        if kind in (Pair, Labelled):
+        if kind.is_preference:
             splits[split] = as_answers(data, each, seq_len)
-        elif kind is Text and pack:
+        elif is_stream:
             splits[split] = as_stream(each, begin_of_text(tokenizer))
         else:
             splits[split] = as_examples(data, split, each, seq_len, options.long, pack)
-    if kind is Text and pack:
+    if is_stream:
         hold_out_tokens(data, splits, seq_len, options.hold_out)
     check_labels(data, splits)
     largest = max(int(split.tokens.max()) for split in splits.values())
@@ -131,14 +136,14 @@ def tokenize(
         )
     every = [*itertools.chain(*encoded.values())]
     kwargs = {repr(each.options): each.options for each in every}
-    common = next(iter(kwargs.values())) if len(kwargs) == 1 else {}
+    common = every[0].options if len(kwargs) == 1 else {}
     encoding = replace(options, chat_template_kwargs=common).encoding
     sentences = _counts(records, splits, seq_len, options.long, loss_on) + _notes(every)
     if len(kwargs) > 1:
         sentences.append(
             f'Records differ in "{OPTIONS}", so the model is asked without: {len(kwargs)} kinds.'
         )
-    if kind is Text and pack:
+    if is_stream:
         count = len(splits["train"].tokens)
         rest = (count - 1) % seq_len
         if rest > count / 100:
@@ -211,6 +216,24 @@ def encode_all(data: str, records: Records, encoder: Encoder) -> dict[str, list[
     return encoded
 
 
+def read_general_text(file: Path | None, tokenizer: Any, vocab_size: int) -> Split:
+    """Returns the tokens of `file`, or of MeSP's own general.txt, as a stream.
+
+    Raises MespError if the file cannot be read, has fewer than two tokens, or has a token outside
+    the vocabulary.
+    """
+    if file is None:
+        text = (files("mesp.data") / "general.txt").read_text("utf-8")
+    else:
+        text = read_text(file, GENERAL_TEXT_SIZE)
+    ids: list[int] = []
+    for piece in cut_text(text):
+        ids += tokenizer.encode(piece, add_special_tokens=False)
+    if len(ids) < 2 or max(ids) >= vocab_size:
+        raise MespError(f"{file or 'The general text'} has no tokens that the model knows.")
+    return Split(np.array(ids, np.uint32), begin=begin_of_text(tokenizer))
+
+
 def make_random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Split]:
     generator = np.random.default_rng(seed)
     tokens = 64 * seq_len + 1
@@ -220,27 +243,21 @@ def make_random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Spli
     }
 
 
-def _check_options(
-    data: str,
-    records: Records,
-    kind: type[AnyRecord],
-    pack: bool,
-    loss_on: str,
-    options: DataOptions,
-) -> None:
-    if loss_on != "all" and kind is Text:
-        raise MespError(f"{data} has text, which has no answers: leave out --loss-on {loss_on}.")
-    if options.chat and kind is Text:
+def _check_options(data: str, records: Records, kind: type[AnyRecord], given: DataOptions) -> None:
+    of_text, loss_on = kind is Text, f"--loss-on {given.loss_on}"
+    if of_text and given.loss_on != "all":
+        raise MespError(f"{data} has text, which has no answers: leave out {loss_on}.")
+    if of_text and given.chat:
         raise MespError(f"{data} has text, which has no prompts: leave out --chat.")
-    if kind in (Pair, Labelled) and (pack or loss_on != "answers" or options.long != "cut"):
-        option = "--pack" if pack else f"--loss-on {loss_on}"
-        option = option if options.long == "cut" else f"--long {options.long}"
+    if kind.is_preference and (given.pack or given.loss_on != "answers" or given.long != "cut"):
+        option = "--pack" if given.pack else loss_on
+        option = option if given.long == "cut" else f"--long {given.long}"
         raise MespError(
             f"{data} is preference data, whose answers are one a sequence and alone in "
             f"the loss: leave out {option}."
         )
     every = itertools.chain(*records.values())
-    if kind is Text and not pack and any(each.is_file for each in every):
+    if of_text and not given.pack and any(each.is_file for each in every):
         raise MespError(
             f"{data} has text without records, so it is packed: leave out --no-pack, or write it "
             'as a JSONL file of {"text": …}.'

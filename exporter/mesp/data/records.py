@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mesp.data.chat_template import Rendering, without_tags
-from mesp.data.encoder import Encoder
 from mesp.data.fields import OPTIONS, Fields
 from mesp.data.loss_mask import Encoded, alike, encode_conversation
 from mesp.data.messages import Message, as_truth, read_messages, read_template_inputs, read_weight
 from mesp.data.plain_text import encode_text, mask_joined
+from mesp.data.special_tokens import special_pattern
 from mesp.errors import MespError, plain_errors
 
 RECORDS = (
@@ -28,7 +28,42 @@ COLUMNS = "Name other columns with --columns, as in prompt=question,completion=a
 BAD, GOOD, REJECTED, CHOSEN = range(4)
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
+SPLIT = "--split-special-tokens"
+LOSS_ON = ("answers", "last", "all")
+
 Said = str | list[Message]  # a prompt or an answer
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How records are encoded.
+
+    `loss_on` is ``answers``, ``last`` (the last message) or ``all``. `chat` says whether prompts
+    and answers go through the chat template or are joined; None: they go through it if there is
+    one. With `split_special`, special tokens in texts are encoded as ordinary text. `options` are
+    arguments of the chat template for records that have none.
+    """
+
+    tokenizer: Any
+    loss_on: str = "answers"
+    chat: bool | None = None
+    split_special: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_chat(self) -> bool:
+        return bool(self.tokenizer.has_chat_template) if self.chat is None else self.chat
+
+    def noted(self, encoded: Encoded, *texts: str) -> Encoded:
+        within, are_read = [*texts], f"{SPLIT} encodes as text"
+        if not self.split_special:
+            are_read = f"the model reads as such without {SPLIT}"
+            begin, end = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
+            within = [text.strip().removeprefix(begin).removesuffix(end) for text in texts]
+        if not any(map(special_pattern(self.tokenizer).search, within)):
+            return encoded
+        note = f"Records with control tokens in their text, which {are_read}"
+        return replace(encoded, notes=(*encoded.notes, note))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +74,7 @@ class Record:
     """
 
     kind: ClassVar[str]
+    is_preference: ClassVar[bool] = False
 
     where: str = ""
     unread: tuple[str, ...] = ()
@@ -176,6 +212,7 @@ class Pair(Record):
     """
 
     kind = "a pair of answers"
+    is_preference = True
 
     chosen: Conversation
     rejected: Conversation
@@ -219,6 +256,7 @@ class Pair(Record):
 @dataclass(frozen=True)
 class Labelled(Record):
     kind = "a labelled answer"
+    is_preference = True
 
     answer: Conversation
     is_good: bool

@@ -47,29 +47,25 @@ class Selection:
 
 def read_data(data: str, selection: Selection) -> dict[str, list[AnyRecord]]:
     path = Path(data)
-    is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not FileName.of(path.name).is_read
-    is_folder, is_file = path.is_dir(), path.exists() and not path.is_dir()
-    if selection.is_of_dataset or is_saved(path):
-        is_text = FileName.of(path.name).is_text and is_file
-        if is_text or (data in BUILT_IN and not path.exists()):
-            raise MespError(f"{data} has no subsets and splits; leave out --subset and --splits.")
-        if not is_folder and not is_file:
-            refuse_path(data)
-        if is_folder or is_file or is_named:
-            return _of_dataset(data, selection)
-    if is_folder:
-        return _read_tree(data, path, data_files(path), selection)
-    if is_file:
-        return {"train": records_of(data, read_file(path), selection)}
-    if data in BUILT_IN:
+    name, is_there, is_folder = FileName.of(path.name), path.exists(), path.is_dir()
+    is_of_dataset = selection.is_of_dataset or is_saved(path)
+    has_no_parts = name.is_text and not is_folder if is_there else data in BUILT_IN
+    if is_of_dataset and has_no_parts:
+        raise MespError(f"{data} has no subsets and splits; leave out --subset and --splits.")
+    if has_no_parts and not is_there:
         if selection.columns:
             raise MespError(f"{data} has no columns; leave out --columns.")
         return BUILT_IN[data]()
-    refuse_path(data)
-    if is_named:
-        names = [name for name in list_files(data, "dataset") if may_be_data(name)]
-        return _read_tree(data, None, names, selection)
-    raise MespError(f"There is no data {data}; name {SOURCES}.")
+    if not is_there:
+        refuse_path(data)
+        if name.is_read or not re.fullmatch(r"[\w.-]+/[\w.-]+", data):
+            raise MespError(f"There is no data {data}; name {SOURCES}.")
+    if is_of_dataset:
+        return _of_dataset(data, selection)
+    if is_there and not is_folder:
+        return {"train": records_of(data, read_file(path), selection)}
+    names = data_files(path) if is_folder else filter(may_be_data, list_files(data, "dataset"))
+    return _read_tree(data, path if is_folder else None, [*names], selection)
 
 
 def records_of(name: str, rows: Iterable[Row], selection: Selection) -> list[AnyRecord]:

@@ -21,8 +21,7 @@ from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.model_card import write_terms_of_run
 from mesp.bundle.reader import Bundle
 from mesp.data.fields import OPTIONS
-from mesp.data.general_text import read_general_text
-from mesp.data.load import load_additional
+from mesp.data.load import load_additional, read_general_text
 from mesp.data.splits import Split
 from mesp.data.tokenizer import load_bundle_tokenizer, load_tokenizer
 from mesp.engine.build import find_engine
