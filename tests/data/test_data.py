@@ -15,14 +15,14 @@ from mlx_lm.tuner.trainer import default_loss, iterate_batches
 from mlx_lm.utils import load_model
 
 from helpers.commands import call, refused, run
+from helpers.data import assistant, examples_of, load, load_records, user, write_records
 from helpers.models import TEXT, TINY, byte_tokenizer
 from helpers.paths import DEMO_MODEL
 from mesp import reference
 from mesp.adapters.held_out_loss import read_sequences
 from mesp.bundle.data_files import replace_data
 from mesp.bundle.reader import Bundle
-from mesp.data.load import DataOptions, load_additional, make_random_data
-from mesp.data.load import load as load_data
+from mesp.data.load import load_additional, make_random_data
 from mesp.data.plain_text import cut_text
 from mesp.data.python_docs import python_docs
 from mesp.data.splits import Split
@@ -37,18 +37,12 @@ def tokenizer(tiny):
     return load_tokenizer(tiny)
 
 
-def load(path: Path, tokenizer, seq_len: int = 32, **options) -> dict[str, Split]:
-    return load_data(
-        str(path), tokenizer, seq_len, len(tokenizer.get_vocab()), DataOptions(**options)
-    )
-
-
 def tokens(splits: dict[str, Split]) -> np.ndarray:
     return np.concatenate([splits["train"].tokens, splits["valid"].tokens])
 
 
 def test_text_file_without_a_valid_split_is_cut(tokenizer, text):
-    splits = load(text, tokenizer)
+    splits = load(text, tokenizer, 32)
     whole = [*tokenizer.encode(TEXT), tokenizer.eos_token_id]
     assert tokens(splits).tolist() == whole
     assert len(splits["valid"].tokens) == len(whole) // 10
@@ -140,6 +134,10 @@ def test_random_data():
     assert (splits["train"].tokens != splits["valid"].tokens).any()
 
 
+MESSAGES = '{"messages": [{"role": "assistant", "content": "a"}]}\n'
+BEGAN = "is a conversation, and the data began with a text"
+
+
 @pytest.mark.parametrize(
     ("files", "named"),
     [
@@ -152,47 +150,29 @@ def test_random_data():
         ({"train.txt": "Too short."}, "too few to train on"),
         ({"train.txt": TEXT, "valid.txt": "Too short."}, "valid data .* less than one sequence"),
         ({"train.txt": "Too short.", "valid.txt": TEXT}, "train data .* less than one sequence"),
-        ({"train.jsonl": '{"text": "a"}\nnot json'}, "Line 2 of .*not JSON"),
-        ({"train.jsonl": '["text"]'}, "Record 1 .* is not an object"),
-        ({"train.jsonl": '{"text": 3}'}, 'Line 1 .* has a "text" that is not a string'),
-        ({"train.jsonl": '{"prompt": "a"}'}, "Line 1 .* has prompt; records have"),
-        ({"train.jsonl": "{}"}, "Line 1 .* has nothing; records have"),
-        (
-            {"train.jsonl": '{"prompt": "a", "completion": ["b"]}'},
-            "a .completion. that is neither a",
-        ),
-        (
-            {"train.jsonl": '{"messages": []}'},
-            'Line 1 .* has a "messages" that is no list of messages',
-        ),
-        ({"train.jsonl": '{"messages": ["hello"]}'}, 'Line 1 .* has a "messages" that is no list'),
-        (
-            {"train.jsonl": '{"messages": [{"content": "a"}]}'},
-            "Line 1 .* message 1 without a .role.",
-        ),
-        (
-            {"train.jsonl": '{"messages": [{"role": "assistant", "content": "a"}]}\n' * 2},
-            "no chat template",
-        ),
-        (
-            {"train.jsonl": '{"text": "a"}\n\n{"prompt": "a", "completion": "b"}'},
-            "Line 3 .* is a conversation, and the data began with a text",
-        ),
-        (
-            {"train.txt": TEXT, "valid.jsonl": '{"messages": [{"role": "user", "content": ""}]}'},
-            r"Line 1 of .*valid\.jsonl is a conversation, and the data began with a text",
-        ),
-        ({"train.jsonl": '{"text": "\\ud800"}'}, "Line 1 .* has half a character"),
-        ({"train.jsonl": "[" * 100_000}, r"train\.jsonl is not JSON"),
-        ({"train.jsonl": ""}, r"train\.jsonl has no text"),
         ({"train.txt": TEXT, "test.txt": "Too short."}, "test data .* less than one sequence"),
+        ({"train.txt": TEXT, "valid.jsonl": MESSAGES}, rf"Line 1 of .*valid\.jsonl {BEGAN}"),
+        ('{"text": "a"}\nnot json', "Line 2 of .*not JSON"),
+        ('["text"]', "Record 1 .* is not an object"),
+        ('{"text": 3}', 'Line 1 .* has a "text" that is not a string'),
+        ('{"prompt": "a"}', "Line 1 .* has prompt; records have"),
+        ("{}", "Line 1 .* has nothing; records have"),
+        ('{"prompt": "a", "completion": ["b"]}', "a .completion. that is neither a"),
+        ('{"messages": []}', 'Line 1 .* has a "messages" that is no list of messages'),
+        ('{"messages": ["hello"]}', 'Line 1 .* has a "messages" that is no list'),
+        ('{"messages": [{"content": "a"}]}', "Line 1 .* message 1 without a .role."),
+        (MESSAGES * 2, "no chat template"),
+        (f'{{"text": "a"}}\n\n{MESSAGES}', f"Line 3 .* {BEGAN}"),
+        ('{"text": "\\ud800"}', "Line 1 .* has half a character"),
+        ("[" * 100_000, r"train\.jsonl is not JSON"),
+        ("", r"train\.jsonl has no text"),
     ],
 )
 def test_bad_data_is_named(tokenizer, tmp_path, files, named):
-    for name, content in files.items():
+    for name, content in (files if isinstance(files, dict) else {"train.jsonl": files}).items():
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(MespError, match=named):
-        load(tmp_path, tokenizer)
+        load(tmp_path, tokenizer, 32)
 
 
 def test_unknown_data_is_named(tokenizer):
@@ -216,12 +196,6 @@ TEMPLATE = """{% if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% 
 {% endif %}"""
 TOOLS = [{"type": "function", "function": {"name": "capital", "parameters": {"type": "object"}}}]
 CALL = [{"type": "function", "function": {"name": "capital", "arguments": {"of": "France"}}}]
-
-
-def message(role: str, content: str, **others) -> dict:
-    return {"role": role, "content": content, **others}
-
-
 RECORDS = {
     "text": [{"text": f"A record of text, number {i}.\nIt has two lines."} for i in range(12)]
     + [{"text": "x"}, {"text": "It ends so already.<|endoftext|>"}],
@@ -230,22 +204,17 @@ RECORDS = {
         {"prompt": "", "completion": "No prompt."},
         {"prompt": "Capital of France?", "completion": "Paris", "tools": TOOLS},
     ],
-    "chat": [
-        {"messages": [message("user", f"Hello {i}"), message("assistant", "Ünïcode ✓ " * i)]}
-        for i in range(1, 13)
-    ]
+    "chat": [{"messages": [user(f"Hello {i}"), assistant("Ünïcode ✓ " * i)]} for i in range(1, 13)]
     + [
         {
             "messages": [
-                message("system", "Be brief."),
-                message("user", "Capital of France?"),
-                message("assistant", "", tool_calls=CALL),
-                message("tool", "Paris"),
-                message("assistant", "Paris."),
+                {"role": "system", "content": "Be brief."},
+                *(user("Capital of France?"), assistant("", tool_calls=CALL)),
+                *({"role": "tool", "content": "Paris"}, assistant("Paris.")),
             ],
             "tools": TOOLS,
         },
-        {"messages": [message("assistant", "Yes?"), message("user", "It ends with the user.")]},
+        {"messages": [assistant("Yes?"), user("It ends with the user.")]},
     ],
 }
 
@@ -262,23 +231,14 @@ def mlx_lm_dataset(records: list[dict], tokenizer, mask_prompt: bool):
     return create_dataset(records, tokenizer, SimpleNamespace(mask_prompt=mask_prompt))
 
 
-def write_records(path: Path, records: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-    return path
-
-
 def ends_with_an_answer(record: dict) -> bool:
     return "messages" not in record or record["messages"][-1]["role"] == "assistant"
 
 
 def examples(split: Split) -> list[tuple[list[int], int]]:
-    found = []
-    for start, length in split.examples.tolist():
-        mask = np.ones(length) if split.mask is None else split.mask[start : start + length]
-        prompt = length - np.count_nonzero(mask)
-        assert mask[prompt:].all(), "only what is in front is masked"
-        found.append((split.tokens[start : start + length].tolist(), prompt))
-    return found
+    found = [(ids, mask, mask.count(0)) for ids, mask in examples_of(split)]
+    assert all(all(mask[prompt:]) for _, mask, prompt in found), "only what is in front is masked"
+    return [(ids, prompt) for ids, _, prompt in found]
 
 
 OF_KINDS = [("text", "all"), *product(("completions", "chat"), ("all", "last"))]
@@ -305,8 +265,10 @@ def test_examples_are_what_mlx_lm_makes_of_the_records(
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])
 def test_packed_examples_are_the_same_examples(chat_tokenizer, tmp_path, kind):
-    path = write_records(tmp_path / "data.jsonl", RECORDS[kind])
-    packed, alone = (load(path, chat_tokenizer, 512, pack=pack) for pack in (True, False))
+    packed, alone = (
+        load_records(tmp_path, RECORDS[kind], chat_tokenizer, 512, pack=pack)
+        for pack in (True, False)
+    )
     assert packed.keys() == alone.keys()
     for split, each in packed.items():
         assert each.pack
@@ -317,8 +279,7 @@ def test_packed_examples_are_the_same_examples(chat_tokenizer, tmp_path, kind):
 
 
 def test_packed_texts_follow_each_other(chat_tokenizer, tmp_path):
-    path = write_records(tmp_path / "data.jsonl", RECORDS["text"])
-    splits = load(path, chat_tokenizer, 16, pack=True)
+    splits = load_records(tmp_path, RECORDS["text"], chat_tokenizer, 16, pack=True)
     dataset = mlx_lm_dataset(RECORDS["text"], chat_tokenizer, mask_prompt=False)
     whole = [token for record in RECORDS["text"] for token in dataset.process(record)[0]]
     assert tokens(splits).tolist() == whole
@@ -328,24 +289,19 @@ def test_packed_texts_follow_each_other(chat_tokenizer, tmp_path):
 
 
 def test_text_is_packed_by_default_and_other_records_are_not(chat_tokenizer, tmp_path):
-    for kind, packed, seq_len in (
-        ("text", True, 16),
-        ("completions", False, 128),
-        ("chat", False, 64),
-    ):
-        path = write_records(tmp_path / f"{kind}.jsonl", RECORDS[kind])
-        assert (load(path, chat_tokenizer, seq_len)["train"].examples is None) == packed
+    for kind, packed, seq_len in (("text", True, 16), ("completions", False, 128), ("chat", 0, 64)):
+        splits = load_records(tmp_path, RECORDS[kind], chat_tokenizer, seq_len)
+        assert (splits["train"].examples is None) == packed
 
 
 def test_the_last_tenth_of_the_records_is_held_out(chat_tokenizer, tmp_path):
     records = RECORDS["completions"] * 3
-    path = write_records(tmp_path / "data.jsonl", records)
-    splits = load(path, chat_tokenizer, 512, loss_on="all")
+    splits = load_records(tmp_path, records, chat_tokenizer, 512, loss_on="all")
     dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt=False)
     assert examples(splits["valid"]) == [dataset.process(record) for record in records[-4:]]
     assert len(splits["train"].examples) == len(records) - 4
     with pytest.raises(MespError, match=r"has one record, too few .* with `hold_out` 0"):
-        load(write_records(path, records[:1]), chat_tokenizer)
+        load_records(tmp_path, records[:1], chat_tokenizer)
 
 
 def test_another_part_is_held_out_or_none(chat_tokenizer, tokenizer, text, tmp_path):
@@ -355,9 +311,10 @@ def test_another_part_is_held_out_or_none(chat_tokenizer, tokenizer, text, tmp_p
     assert [*load(path, chat_tokenizer, 512, hold_out=0)] == ["train"]
     one = load(write_records(path, records[:1]), chat_tokenizer, 512, hold_out=0)
     assert len(one["train"].examples) == 1
-    whole = load(text, tokenizer, hold_out=0)
+    whole = load(text, tokenizer, 32, hold_out=0)
     assert [*whole] == ["train"]
-    assert whole["train"].tokens.tolist() == tokens(load(text, tokenizer, hold_out=0.3)).tolist()
+    parts = tokens(load(text, tokenizer, 32, hold_out=0.3))
+    assert whole["train"].tokens.tolist() == parts.tolist()
     (tmp_path / "short.txt").write_text("Too short for two sequences of so many tokens.")
     with pytest.raises(MespError, match=r"too few to train on .* with `hold_out` 0\."):
         load(tmp_path / "short.txt", tokenizer, 30)
@@ -444,7 +401,8 @@ def test_records_with_control_tokens_in_a_text_are_counted(chat_tokenizer, tmp_p
     assert "control tokens" not in caplog.text
 
 
-LONG = [message("user", "long " * 90), message("assistant", "a")]
+OWNER = {"role": "owner", "content": "a"}
+LONG = [user("long " * 90), assistant("a")]
 
 
 @pytest.mark.parametrize(
@@ -452,22 +410,17 @@ LONG = [message("user", "long " * 90), message("assistant", "a")]
     [
         ("text", {"loss_on": "last"}, "has text, .* leave out `loss_on` last"),
         ("text", {"loss_on": "answers", "pack": False}, "has text, .* leave out `loss_on` answers"),
-        ([message("assistant", "Alone.")], {"loss_on": "last"}, "Line 1 .* has one message"),
-        ([message("user", "Alone.")] * 90, {"pack": True}, "No record .* has an answer to train"),
-        ([message("user", "Alone.")], {}, "No record of the train data .* has an answer to train"),
-        (
-            [message("owner", "a"), message("assistant", "b")],
-            {},
-            "Line 1 .* cannot be tokenized: No owners",
-        ),
+        ([assistant("Alone.")], {"loss_on": "last"}, "Line 1 .* has one message"),
+        ([user("Alone.")] * 90, {"pack": True}, "No record .* has an answer to train"),
+        ([user("Alone.")], {}, "No record of the train data .* has an answer to train"),
+        ([OWNER, assistant("b")], {}, "Line 1 .* cannot be tokenized: No owners"),
         (LONG, {}, "no example with something to predict in its first"),
     ],
 )
 def test_records_that_cannot_be_taken(chat_tokenizer, tmp_path, records, options, named):
     records = RECORDS[records] if isinstance(records, str) else [{"messages": records}] * 2
-    write_records(tmp_path / "data.jsonl", records)
     with pytest.raises(MespError, match=named):
-        load(tmp_path / "data.jsonl", chat_tokenizer, **options)
+        load_records(tmp_path, records, chat_tokenizer, 32, **options)
 
 
 def test_a_text_file_has_no_examples(tokenizer, text):
@@ -760,19 +713,19 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
     assert {*files(bundle)} == listed | {"manifest.json"}
 
 
+def calls(call: dict) -> dict:
+    return assistant("", tool_calls=[call])
+
+
 @pytest.mark.parametrize(
     ("record", "named"),
     [
-        ({"messages": [message("user", "a"), message("assistant", [{"type": "text", "text": "b",
-          "train": False}])]}, 'Line 1 .* has "train", which .* with `ignore` train'),
-        ({"messages": [message("user", "a"), message("assistant", "", tool_calls=[
-          {"function": {"name": "f", "parameters": {"a": 1}}}])]}, '"parameters", which'),
-        ({"messages": [message("user", "a"), message("assistant", "", tool_calls=[
-          {"function": {"name": "f", "arguments": []}}])]}, "are not an object"),
-        ({"messages": [message("user", "a"), message("assistant", "", tool_calls=[
-          {"function": {"name": "f", "arguments": '{"x": 1, "x": 2}'}}])]}, "are no JSON"),
-        ({"messages": [message("user", "a"), message("assistant", "", function_call={"name": 1})]},
-         'write it as "tool_calls"'),
+        (assistant([{"type": "text", "text": "b", "train": False}]),
+         'Line 1 .* has "train", which .* with `ignore` train'),
+        (calls({"function": {"name": "f", "parameters": {"a": 1}}}), '"parameters", which'),
+        (calls({"function": {"name": "f", "arguments": []}}), "are not an object"),
+        (calls({"function": {"name": "f", "arguments": '{"x": 1, "x": 2}'}}), "are no JSON"),
+        (assistant("", function_call={"name": 1}), 'write it as "tool_calls"'),
         ({"prompt": "a", "completion": "b", "tools": [{"type": "web_search"}]}, "without a .name."),
         ({"prompt": "a", "completion": "b", "chat_template_kwargs": {"tokenize": True}}, "itself"),
         ({"prompt": "a", "completion": "b", "chat_template_kwargs": {"thinkinng": 1}}, "not read"),
@@ -781,9 +734,9 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
     ],
 )  # fmt: skip
 def test_what_would_be_lost_is_refused(chat_tokenizer, tmp_path, record, named):
-    path = write_records(tmp_path / "data.jsonl", [record] * 2)
+    record = {"messages": [user("a"), record]} if "role" in record else record
     with pytest.raises(MespError, match=named):
-        load(path, chat_tokenizer, 64)
+        load_records(tmp_path, [record] * 2, chat_tokenizer)
 
 
 def test_a_table_says_what_is_trained(chat_tokenizer, tmp_path):
@@ -795,21 +748,19 @@ def test_a_table_says_what_is_trained(chat_tokenizer, tmp_path):
 
 @pytest.mark.parametrize("answer", ["Paris<|endoftext|>\n", "Paris<|endoftext|>", "Paris"])
 def test_an_answer_without_a_template_ends_once(tokenizer, tmp_path, answer):
-    path = write_records(tmp_path / "data.jsonl", [{"prompt": "a ", "completion": answer}] * 2)
-    ids = load(path, tokenizer, 64, hold_out=0.0)["train"].tokens.tolist()
+    records = [{"prompt": "a ", "completion": answer}] * 2
+    ids = load_records(tmp_path, records, tokenizer, hold_out=0.0)["train"].tokens.tolist()
     assert ids.count(tokenizer.eos_token_id) == 2
 
 
 @pytest.mark.parametrize("answer", ["b<|endoftext|>c", "<|endoftext|>"])
 def test_an_end_within_an_answer_without_a_template_is_refused(tokenizer, tmp_path, answer):
-    path = write_records(tmp_path / "data.jsonl", [{"prompt": "a ", "completion": answer}] * 2)
     with pytest.raises(MespError, match="an end token in its answer"):
-        load(path, tokenizer, 64)
+        load_records(tmp_path, [{"prompt": "a ", "completion": answer}] * 2, tokenizer)
 
 
 def test_a_prompt_that_the_answers_repeat_is_there_once(chat_tokenizer, tmp_path):
-    asked = [message("user", "q")]
-    one, other = [message("assistant", "a")], [message("assistant", "b")]
+    asked, one, other = [user("q")], [assistant("a")], [assistant("b")]
     records = [
         {"prompt": asked, "chosen": one, "rejected": other},
         {"prompt": asked, "chosen": asked + one, "rejected": asked + other},
@@ -817,11 +768,8 @@ def test_a_prompt_that_the_answers_repeat_is_there_once(chat_tokenizer, tmp_path
     ]
     completions = [{"prompt": asked, "completion": each} for each in (one, asked + one)]
     for alike in (records, completions):
-        found = set()
-        for record in alike:
-            path = write_records(tmp_path / "data.jsonl", [record] * 2)
-            found.add(tuple(load(path, chat_tokenizer, 64)["train"].tokens.tolist()))
-        assert len(found) == 1
+        splits = (load_records(tmp_path, [record] * 2, chat_tokenizer) for record in alike)
+        assert len({tuple(each["train"].tokens.tolist()) for each in splits}) == 1
 
 
 def test_answers_of_the_same_tokens_are_no_pair(chat_tokenizer, tmp_path):

@@ -2,12 +2,13 @@
 marks give the expected answers. Without the marks, MeSP must find the same answers.
 """
 
-from itertools import pairwise
+from itertools import compress, pairwise
 
 import pytest
 from transformers import AddedToken
 
-from helpers.chat_templates import CHATML, LLAMA, PHI, QWEN, QWEN3, SPECIAL, TEMPLATES
+from helpers.chat_templates import CHATML, LLAMA, PHI, QWEN, QWEN3, SPECIAL, TEMPLATES, unmarked
+from helpers.data import assistant, user
 from helpers.paths import DEMO_MODEL
 from helpers.records import encode as encode_conversation
 from helpers.records import messages_of
@@ -19,14 +20,6 @@ from mesp.errors import MespError
 
 TOOLS = [{"type": "function", "function": {"name": "capital", "parameters": {"type": "object"}}}]
 CALL = [{"type": "function", "function": {"name": "capital", "arguments": {"of": "France"}}}]
-
-
-def user(content: str) -> dict:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str, **others: object) -> dict:
-    return {"role": "assistant", "content": content, **others}
 
 
 def tool(content: str) -> dict:
@@ -78,18 +71,8 @@ def cases() -> list[tuple[str, str]]:
     return found
 
 
-def unmarked(template: str) -> str:
-    return template.replace("⟦", "").replace("⟧", "")
-
-
 def marked(template: str) -> str:
     return template.replace("⟦", "{%- generation %}").replace("⟧", "{%- endgeneration %}")
-
-
-def encode_answers(tokenizer, messages: list[dict], tools: list | None = None):
-    conversation = Conversation(messages_of(messages), tools=tools)
-    encoded = encode_conversation(tokenizer, conversation, "answers")
-    return encoded.ids, encoded.mask
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +83,12 @@ def tokenizer():
     return tokenizer
 
 
-def encode(tokenizer, template: str, name: str) -> tuple[list[int], list[bool]]:
+def encode(tokenizer, template: str, name: str, **options: bool) -> tuple[list[int], list[bool]]:
     tokenizer._tokenizer.chat_template = template
     tools = TOOLS if "tools" in name else None
-    ids, mask = encode_answers(tokenizer, CONVERSATIONS[name], tools)
-    return ids, mask.tolist()
+    conversation = Conversation(messages_of(CONVERSATIONS[name]), tools=tools)
+    found = encode_conversation(tokenizer, conversation, "answers", **options)
+    return found.ids, found.mask.tolist()
 
 
 @pytest.mark.parametrize(("template", "name"), cases())
@@ -113,58 +97,30 @@ def test_answers_are_those_that_trl_takes(tokenizer, template, name):
     found = encode(tokenizer, unmarked(TEMPLATES[template]), name)
     assert any(found[1]) and not all(found[1])
     assert found == expected
-    tools = TOOLS if "tools" in name else None
-    conversation = Conversation(messages_of(CONVERSATIONS[name]), tools=tools)
-    split = encode_conversation(tokenizer, conversation, "answers", split_special=True)
-    assert (split.ids, split.mask.tolist()) == found
+    assert encode(tokenizer, unmarked(TEMPLATES[template]), name, split_special=True) == found
 
 
-def counted(tokenizer, template: str, name: str) -> str:
-    return decoded(tokenizer, *encode(tokenizer, unmarked(template), name))
-
-
-def decoded(tokenizer, ids: list[int], mask: list[bool]) -> str:
-    return tokenizer.decode([each for each, counts in zip(ids, mask, strict=True) if counts])
-
-
-def test_each_answer_counts_with_its_end(tokenizer):
-    text = counted(tokenizer, QWEN, "several")
-    assert text == "b b<|im_end|>\n d\n<|im_end|>\nf<|im_end|>\n"
-    call = '<tool_call>\n{"name": "capital", "arguments": {"of": "France"}}\n</tool_call>'
-    said = call + "<|im_end|>\nParis.<|im_end|>\nc<|im_end|>\n"
-    assert counted(tokenizer, QWEN, "tools") == said
-    assert counted(tokenizer, PHI, "same") == "a<|end|>\na<|end|>\n<|endoftext|>"
-    text = "b<|im_end|>\n<think>\nso\n</think>\n\nd<|im_end|>\n"
-    assert counted(tokenizer, QWEN3, "thoughts") == text
-
-
-REVERSED = CHATML.replace("m.content +", "(m.content if loop.last else m.content | reverse) +")
-UNMARKED = (
-    "{% for m in messages %}{{ m.content + '\\n' if loop.last else m.content + ' ' }}{% endfor %}"
-)
+CALLED = '<tool_call>\n{"name": "capital", "arguments": {"of": "France"}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "named"),
+    ("template", "name", "text"),
     [
-        (REVERSED, turn("ab", "cd") * 2, "leaves out the content of message 1"),
-        (
-            *(CHATML, [*turn("a", "b<|im_end|>\nb"), *turn("c", "d")]),
-            "the end token <.im_end.> in it",
-        ),
-        (UNMARKED, SAID, "message 2 begins and ends: take `loss_on` all"),
+        (QWEN, "several", "b b<|im_end|>\n d\n<|im_end|>\nf<|im_end|>\n"),
+        (QWEN, "tools", f"{CALLED}<|im_end|>\nParis.<|im_end|>\nc<|im_end|>\n"),
+        (PHI, "same", "a<|end|>\na<|end|>\n<|endoftext|>"),
+        (QWEN3, "thoughts", "b<|im_end|>\n<think>\nso\n</think>\n\nd<|im_end|>\n"),
     ],
 )
-def test_answers_that_cannot_be_told_are_refused(tokenizer, template, messages, named):
-    tokenizer._tokenizer.chat_template = unmarked(template)
-    with pytest.raises(MespError, match=named):
-        encode_answers(tokenizer, messages)
+def test_each_answer_counts_with_its_end(tokenizer, template, name, text):
+    ids, mask = encode(tokenizer, unmarked(template), name)
+    assert tokenizer.decode([*compress(ids, mask)]) == text
 
 
 def test_the_demo_model_takes_conversations():
-    tokenizer = load_tokenizer(DEMO_MODEL)
-    text = decoded(tokenizer, *encode_answers(tokenizer, CONVERSATIONS["several"]))
-    assert text == " b b<|endoftext|>\n  d\n<|endoftext|>\n f<|endoftext|>\n"
+    own = load_tokenizer(DEMO_MODEL)
+    said = trained(own, own.chat_template, *CONVERSATIONS["several"])
+    assert said == [" b b<|endoftext|>\n", "  d\n<|endoftext|>\n", " f<|endoftext|>\n"]
 
 
 PLAIN = unmarked(CHATML)
@@ -233,6 +189,15 @@ def test_unknown_roles_are_named(tokenizer, role, named):
         encoded(tokenizer, PLAIN, {"messages": [{"role": role, "content": "a"}, assistant("b")]})
 
 
+WELL = r"leaves out the content of message 2, of the role assistant \(.Well"
+REVERSED = PLAIN.replace("m.content +", "(m.content if loop.last else m.content | reverse) +")
+UNMARKED = (
+    "{% for m in messages %}{{ m.content + '\\n' if loop.last else m.content + ' ' }}{% endfor %}"
+)
+ENDS_WITH_ITS_QUESTION = PLAIN.replace(
+    "{%- if m.role == 'assistant' %}{{- m.content +",
+    "{%- if m.role == 'assistant' %}{{- m.content + messages[loop.index0 - 1].content +",
+)
 ROLES_LEFT_OUT = PLAIN.replace("for m in messages", "for m in messages if m.role != 'system'")
 CALLS_BY_NAME = PLAIN.replace(
     "{{- m.content + '<|im_end|>\\n' }}\n{%- else",
@@ -255,12 +220,12 @@ THOUGHTS_TAKEN_OUT = PLAIN.replace(
         (CALLS_BY_NAME, [user("a"), assistant("b", tool_calls=WEATHER)], "leaves out 3"),
         (PLAIN, [user("a"), assistant("b", reasoning="c")], "leaves out the reasoning"),
         (PLAIN, [user("a"), assistant("b", citations=["c"])], '"citations", which nothing reads'),
-        (
-            THOUGHTS_TAKEN_OUT,
-            [user("a"), assistant("Well. <think>so</think> b")],
-            r"leaves out the content of message 2, of the role assistant \(.Well",
-        ),
+        (THOUGHTS_TAKEN_OUT, turn("a", "Well. <think>so</think> b"), WELL),
         (PLAIN, [user("a"), assistant(" \n")], "message 2 is an empty answer"),
+        (PLAIN, turn("a", "b<|im_end|>\nb"), "the end token <.im_end.> in it"),
+        (REVERSED, turn("ab", "cd") * 2, "leaves out the content of message 1"),
+        (UNMARKED, turn("a", "b"), "message 2 begins and ends: take `loss_on` all"),
+        (ENDS_WITH_ITS_QUESTION, turn("a", "b"), "does not tell where the answer in message 2"),
     ],
 )
 def test_what_a_template_leaves_out_is_refused(tokenizer, template, messages, named):
@@ -366,8 +331,8 @@ def test_a_marked_answer_in_two_pieces_is_refused(tokenizer):
 def test_an_answer_may_begin_as_the_template_asks_on(tokenizer, answer):
     template = PLAIN.replace("'<|im_start|>assistant\\n' }}{%- endif %}", "ASKS }}{%- endif %}")
     template = template.replace("ASKS", "'<|im_start|>assistant\\n<think>\\n'")
+    assert trained(tokenizer, template, *turn("a", answer)) == [f"{answer}<|im_end|>\n"]
     found = encoded(tokenizer, template, {"messages": turn("a", answer)})
-    assert decoded(tokenizer, found.ids, found.mask) == f"{answer}<|im_end|>\n"
     assert "Answers that begin without '<think>" in found.notes[0]
 
 
@@ -380,11 +345,6 @@ def test_an_unclosed_thought_is_trained(tokenizer):
     assert template != PLAIN
     found = trained(tokenizer, template, *turn("a", "<think>b"), *turn("c", "d"))
     assert found == ["<think>b<|im_end|>\n", "<think></think>d<|im_end|>\n"]
-
-
-def test_an_end_token_within_an_answer_is_refused(tokenizer):
-    with pytest.raises(MespError, match=r"the end token <.im_end.> in it"):
-        encoded(tokenizer, PLAIN, {"messages": turn("a", "b<|im_end|>c")})
 
 
 def test_a_conversation_begins_once(tokenizer):
@@ -461,16 +421,6 @@ def test_a_template_may_repeat_a_text(tokenizer):
     assert found == ["a<|im_end|>\n", "b<|im_end|>\n", "b<|im_end|>\n"]
 
 
-def test_an_answer_that_the_template_ends_with_its_question_is_refused(tokenizer):
-    template = PLAIN.replace(
-        "{%- if m.role == 'assistant' %}{{- m.content +",
-        "{%- if m.role == 'assistant' %}{{- m.content + messages[loop.index0 - 1].content +",
-    )
-    assert template != PLAIN
-    with pytest.raises(MespError, match="does not tell where the answer in message 2"):
-        trained(tokenizer, template, *turn("a", "b"))
-
-
 def test_a_token_that_takes_white_space_is_of_no_answer(tokenizer):
     """Phi's <|assistant|>, for example, absorbs the line feeds after it."""
     own = load_tokenizer(DEMO_MODEL)
@@ -481,21 +431,20 @@ def test_a_token_that_takes_white_space_is_of_no_answer(tokenizer):
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|ask|>\n{% endif %}"
     )
     for said in ("Paris", "\nParis"):
-        assert decoded(own, *encode_answers(own, turn("q", said))) == "Paris<|im_end|>\n"
+        assert trained(own, own.chat_template, *turn("q", said)) == ["Paris<|im_end|>\n"]
 
 
 def test_a_token_that_begins_the_next_question_ends_no_answer(tokenizer):
-    tokenizer._tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|assistant|>"
         "{% else %}{{ m.content }}{{ eos_token if loop.last }}{% endif %}{% endfor %}"
     )
-    text = decoded(tokenizer, *encode_answers(tokenizer, SAID))
-    assert text == f"b{tokenizer.eos_token}d{tokenizer.eos_token}"
+    found = trained(tokenizer, template, *SAID)
+    assert found == [f"b{tokenizer.eos_token}", f"d{tokenizer.eos_token}"]
 
 
 @pytest.mark.parametrize("name", ["user", "use", "Mk", "f"])
 def test_a_tool_is_not_seen_in_words_of_the_template(tokenizer, name):
-    tokenizer._tokenizer.chat_template = PLAIN
     tools = [{"type": "function", "function": {"name": name}}]
     with pytest.raises(MespError, match="leaves out the tools"):
-        encode_answers(tokenizer, turn("a", "b"), tools)
+        encoded(tokenizer, PLAIN, {"messages": turn("a", "b"), "tools": tools})

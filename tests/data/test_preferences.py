@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import json
+from itertools import compress
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from helpers.commands import call
+from helpers.data import assistant, examples_of, load_records, user, write_records
 from helpers.models import load_lora
 from helpers.paths import DEMO_MODEL
 from helpers.preferences import TRL
 from mesp import reference
 from mesp.bundle.reader import Bundle
-from mesp.data.load import DataOptions
-from mesp.data.load import load as load_data
 from mesp.data.prompts import encode_prompt
 from mesp.data.records import BAD, CHOSEN, GOOD, REJECTED
 from mesp.data.tokenizer import load_tokenizer
@@ -29,8 +28,7 @@ LABELLED = [
     {"prompt": "The dog", "completion": " is lazy.", "label": True},
     {"prompt": "The fox", "completion": " minds.", "label": False},
 ]
-ASK = [{"role": "user", "content": "Who jumps?"}]
-FOX, DOG = ([{"role": "assistant", "content": f"The {name}."}] for name in ("fox", "dog"))
+ASK, FOX, DOG = [user("Who jumps?")], [assistant("The fox.")], [assistant("The dog.")]
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +36,13 @@ def tokenizer():
     return load_tokenizer(DEMO_MODEL)
 
 
-def load(path: Path, records: list[dict], tokenizer, seq_len: int = 64, **options):
-    path = path / "data.jsonl"
-    path.write_text("\n".join(map(json.dumps, records)))
-    vocabulary = len(tokenizer.get_vocab())
-    return load_data(str(path), tokenizer, seq_len, vocabulary, DataOptions(**options))
-
-
 def rows(split) -> list[tuple[list[int], list[int], int]]:
-    found = []
-    for (start, length), label in zip(split.examples.tolist(), split.labels.tolist(), strict=True):
-        ids, mask = split.tokens[start : start + length], split.mask[start : start + length]
-        found.append((ids.tolist(), ids[mask == 1].tolist(), label))
-    return found
+    examples = zip(examples_of(split), split.labels.tolist(), strict=True)
+    return [(ids, [*compress(ids, mask)], label) for (ids, mask), label in examples]
 
 
 def test_a_pair_is_two_answers_with_the_end_of_text(tokenizer, tmp_path):
-    train = rows(load(tmp_path, [PAIR] * 3, tokenizer, chat=False)["train"])
+    train = rows(load_records(tmp_path, [PAIR] * 3, tokenizer, chat=False)["train"])
     assert len(train) == 4, "two pairs; the third is held out"
     prompt = tokenizer.encode(PAIR["prompt"])
     for (ids, answer, label), key in zip(train, ["chosen", "rejected"] * 2, strict=True):
@@ -64,7 +52,7 @@ def test_a_pair_is_two_answers_with_the_end_of_text(tokenizer, tmp_path):
 
 
 def test_labels(tokenizer, tmp_path):
-    train = rows(load(tmp_path, LABELLED * 2, tokenizer, chat=False)["train"])
+    train = rows(load_records(tmp_path, LABELLED * 2, tokenizer, chat=False)["train"])
     assert [label for *_, label in train] == [GOOD, BAD, GOOD]
     assert tokenizer.decode(train[1][1]) == " minds." + tokenizer.eos_token
 
@@ -74,15 +62,16 @@ def test_one_model_is_taught_one_form(tokenizer, tmp_path, chat):
     asked, answer = "Who jumps?", "The fox."
     pair = {"prompt": asked, "chosen": answer, "rejected": "The dog."}
     label = {"prompt": asked, "completion": answer, "label": True}
-    supervised = load(tmp_path, [{"prompt": asked, "completion": answer}] * 2, tokenizer, chat=chat)
-    ids, mask = supervised["train"].tokens.tolist(), supervised["train"].mask
-    counted = [token for token, counts in zip(ids, mask, strict=True) if counts]
+    completion = [{"prompt": asked, "completion": answer}] * 2
+    split = load_records(tmp_path, completion, tokenizer, chat=chat)["train"]
+    ((ids, mask),) = examples_of(split)
+    counted = [*compress(ids, mask)]
     for records in ([pair] * 2, [label, label | {"label": False}] * 2):
-        first = rows(load(tmp_path, records, tokenizer, chat=chat)["train"])[0]
+        first = rows(load_records(tmp_path, records, tokenizer, chat=chat)["train"])[0]
         assert first[0][: len(ids)] == ids
         assert first[1][: len(counted)] == counted
     prompt = encode_prompt(tokenizer, asked, chat)
-    assert ids[: len(prompt)] == prompt and not mask[: len(prompt)].any()
+    assert ids[: len(prompt)] == prompt and not any(mask[: len(prompt)])
     assert ("assistant:" in tokenizer.decode(ids)) == (chat is not False)
 
 
@@ -91,43 +80,40 @@ def test_without_a_template_strings_are_joined(tokenizer, tmp_path):
     plain.has_chat_template, plain.chat_template = False, None
     for records in ([PAIR] * 2, LABELLED * 2, [{"prompt": "a", "completion": " b"}] * 2):
         one, other = (
-            load(tmp_path, records, *each)["train"] for each in ((plain,), (tokenizer, 64))
+            load_records(tmp_path, records, *each)["train"] for each in ((plain,), (tokenizer, 64))
         )
-        joined = load(tmp_path, records, tokenizer, chat=False)["train"]
+        joined = load_records(tmp_path, records, tokenizer, chat=False)["train"]
         assert one.tokens.tolist() == joined.tokens.tolist() != other.tokens.tolist()
 
 
 CONVERSATION = {"prompt": ASK, "chosen": FOX, "rejected": DOG}
 TEXTS = {"chosen": "The dog is", "rejected": "The dog minds"}
-MISUSES = {
-    "template": (PAIR, True, False, "has no chat template: leave out `chat`"),
-    "messages": (
-        *(CONVERSATION, False, True),
-        "has messages, which go through the chat template: leave out `chat=False`",
-    ),
-    "messages without": (CONVERSATION, None, False, "no chat template, which its messages need"),
-    "no prompt": (
-        *(TEXTS, True, True),
-        "Line 1 of .* it has no prompt, which the chat template needs",
-    ),
-    "text": ({"text": "The dog"}, True, True, "has text, which has no prompts"),
-}
+TEXT = {"text": "The dog"}
+THROUGH = "has messages, which go through the chat template: leave out `chat=False`"
 
 
-@pytest.mark.parametrize("case", MISUSES)
-def test_a_template_that_cannot_be_used_is_said_in_a_sentence(tmp_path, case):
-    record, chat, has_template, reason = MISUSES[case]
+@pytest.mark.parametrize(
+    ("record", "chat", "has_template", "reason"),
+    [
+        (PAIR, True, False, "has no chat template: leave out `chat`"),
+        (CONVERSATION, False, True, THROUGH),
+        (CONVERSATION, None, False, "no chat template, which its messages need"),
+        (TEXTS, True, True, "Line 1 of .* it has no prompt, which the chat template needs"),
+        (TEXT, True, True, "has text, which has no prompts"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_said(tmp_path, record, chat, has_template, reason):
     own = load_tokenizer(DEMO_MODEL)
     if not has_template:
         own.has_chat_template, own.chat_template = False, None
     with pytest.raises(MespError, match=reason):
-        load(tmp_path, [record] * 2, own, chat=chat)
+        load_records(tmp_path, [record] * 2, own, chat=chat)
 
 
 def test_messages_go_through_the_template(tokenizer, tmp_path):
     records = [CONVERSATION, {"chosen": ASK + FOX, "rejected": ASK + DOG}]
     explicit, implicit = (
-        rows(load(tmp_path, [record] * 2, tokenizer)["train"]) for record in records
+        rows(load_records(tmp_path, [record] * 2, tokenizer)["train"]) for record in records
     )
     assert explicit == implicit
     prompt = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False)
@@ -138,23 +124,22 @@ def test_messages_go_through_the_template(tokenizer, tmp_path):
 
 def test_a_pair_of_texts_without_a_prompt_begins_alike(tokenizer, tmp_path):
     whole = {"chosen": "The dog is lazy.", "rejected": "The dog jumps over the fox."}
-    found = rows(load(tmp_path, [whole] * 2, tokenizer)["train"])
-    assert found == rows(load(tmp_path, [PAIR] * 2, tokenizer, chat=False)["train"])
+    found = rows(load_records(tmp_path, [whole] * 2, tokenizer)["train"])
+    assert found == rows(load_records(tmp_path, [PAIR] * 2, tokenizer, chat=False)["train"])
 
 
 def test_a_long_answer_is_cut(tokenizer, tmp_path, caplog):
     long = PAIR | {"rejected": " jumps" * 100}
-    train = load(tmp_path, [long] * 2, tokenizer, 16, chat=False)["train"]
+    train = load_records(tmp_path, [long] * 2, tokenizer, 16, chat=False)["train"]
     assert [len(ids) for ids, *_ in rows(train)][1] == 17
     assert "longer than 17 tokens were cut: 1 in train" in caplog.text
 
 
-EMPTY = [{"role": "assistant", "content": ""}]
 BAD_RECORDS = {
     "equal": (PAIR | {"rejected": PAIR["chosen"]}, "chosen and a rejected answer that are equal"),
     "empty": (PAIR | {"chosen": " "}, "an empty answer"),
     "empty list": (CONVERSATION | {"chosen": []}, "an empty answer"),
-    "empty message": (CONVERSATION | {"rejected": EMPTY}, "an empty answer"),
+    "empty message": (CONVERSATION | {"rejected": [assistant("")]}, "an empty answer"),
     "no prompt": (PAIR | {"prompt": ""}, "has no prompt"),
     "nothing alike": ({"chosen": "a", "rejected": "b"}, "has no prompt"),
     "long prompt": (PAIR | {"prompt": "The dog" * 99}, "leaves no room for an answer in 65"),
@@ -170,14 +155,14 @@ BAD_RECORDS = {
 def test_what_cannot_be_used_is_said_in_a_sentence(tokenizer, tmp_path, case):
     record, reason = BAD_RECORDS[case]
     with pytest.raises(MespError, match=reason) as error:
-        load(tmp_path, [record] * 3, tokenizer)
+        load_records(tmp_path, [record] * 3, tokenizer, 64)
     assert "\n" not in error.value.message
 
 
 @pytest.mark.parametrize("options", [{"pack": True}, {"loss_on": "all"}], ids=["pack", "loss_on"])
 def test_answers_are_one_a_sequence_and_alone_in_the_loss(tokenizer, tmp_path, options):
     with pytest.raises(MespError, match="leave out `"):
-        load(tmp_path, [PAIR] * 2, tokenizer, **options)
+        load_records(tmp_path, [PAIR] * 2, tokenizer, **options)
 
 
 SEQ_LEN, RANK = 24, 4
@@ -201,11 +186,9 @@ def bundle(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     records = [
         {"prompt": text(2, 6)[1:], "chosen": text(2, 8), "rejected": text(2, 8)} for _ in range(30)
     ]
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
-    size = ("--seq-len", SEQ_LEN, "--rank", RANK)
-    files = ("--data", folder / "pairs.jsonl", "--out", folder / "tiny.mesp")
-    call("export", "--model", tiny, *files, *size)
-    return folder / "tiny.mesp"
+    files = ("--data", write_records(folder / "pairs.jsonl", records), "--out", folder / "tiny")
+    call("export", "--model", tiny, *files, "--seq-len", SEQ_LEN, "--rank", RANK)
+    return folder / "tiny"
 
 
 def independent(bundle: Path, objective: str, steps: int) -> list[float]:

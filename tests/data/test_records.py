@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,10 +22,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from helpers.chat_templates import SPECIAL
 from helpers.commands import call
+from helpers.data import assistant, examples_of, load, load_records, user, write_records
 from helpers.federations import federation
 from helpers.paths import DEMO_MODEL
 from mesp.data.fields import KEYS, NEVER_CONTENT
-from mesp.data.load import DataOptions, load, load_additional
+from mesp.data.load import load_additional
 from mesp.data.sources import Selection
 from mesp.data.tokenizer import load_tokenizer
 from mesp.engine.generate import TextStream
@@ -204,16 +205,15 @@ def test_every_string_is_read_or_refused_or_never_content(tmp_path_factory, capl
     tokenizer, marked = model
     folder = tmp_path_factory.mktemp("data")
     record = json.loads(json.dumps(record))
-    (folder / "train.jsonl").write_text(f"{json.dumps(record)}\n")
+    write_records(folder / "train.jsonl", [record])
     other = record | ({"label": not record["label"]} if "label" in record else {})
-    (folder / "valid.jsonl").write_text(f"{json.dumps(other)}\n")
+    write_records(folder / "valid.jsonl", [other])
     caplog.clear()
-    size = len(tokenizer.get_vocab())
 
     def loaded(*ignored: str) -> Any:
-        options = DataOptions(selection=Selection(ignored=ignored), pack=False)
         with caplog.at_level(logging.WARNING):
-            return load(str(folder), tokenizer, 2048, size, options)["train"]
+            selection = Selection(ignored=ignored)
+            return load(folder, tokenizer, 2048, selection=selection, pack=False)["train"]
 
     ignored: tuple[str, ...] = ()
     try:
@@ -239,11 +239,7 @@ def test_every_string_is_read_or_refused_or_never_content(tmp_path_factory, capl
         )
         for each in conversations(record)
     ]
-    found = [
-        (split.tokens[a : a + n].tolist(), split.mask[a : a + n].tolist())
-        for a, n in split.examples.tolist()
-    ]
-    assert found == [(each["input_ids"], each["assistant_masks"]) for each in expected]
+    assert examples_of(split) == [(each["input_ids"], each["assistant_masks"]) for each in expected]
 
 
 CHAT, CHAT_MARKED = MODELS[0]
@@ -251,51 +247,31 @@ CHAT, CHAT_MARKED = MODELS[0]
 
 def shown(split: Any, tokenizer: Any) -> list[str]:
     found = []
-    for start, length in split.examples.tolist():
-        text, was = "", 0
-        for at in range(start, start + length):
-            counts = int(split.mask[at]) if split.mask is not None else 1
-            text += "⟦" if counts > was else "⟧" if counts < was else ""
-            text += tokenizer.decode([int(split.tokens[at])])
-            was = counts
-        found.append(text + "⟧" * was)
+    for ids, mask in examples_of(split):
+        parts = groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
+        texts = [(tokenizer.decode([id for id, _ in part]), counts) for counts, part in parts]
+        found.append("".join(f"⟦{text}⟧" if counts else text for text, counts in texts))
     return found
 
 
-def loaded(path: Path, tokenizer: Any = CHAT, **options: Any) -> Any:
-    size = len(tokenizer.get_vocab())
-    return load(str(path), tokenizer, 256, size, DataOptions(**options))
-
-
 def read(tmp_path: Path, records: list[dict], tokenizer: Any = CHAT, **options: Any) -> list[str]:
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in records))
-    splits = loaded(path, tokenizer, **{"hold_out": 0, **options})
+    splits = load_records(tmp_path, records, tokenizer, **{"hold_out": 0, **options})
     return shown(splits["train"], tokenizer)
 
 
+ALPACA = {"instruction": "A.", "input": "b", "output": "c"}
+AS_COMPLETIONS = {"columns": {"prompt": "instruction", "completion": "output"}}
 ASKED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n⟦{}<|im_end|>\n⟧"
-
-
-def user(content: str) -> dict:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str, **others: Any) -> dict:
-    return {"role": "assistant", "content": content, **others}
 
 
 @pytest.mark.parametrize(
     ("record", "asked", "answers"),
     [
         ({"question": "A?", "chosen": "b c", "rejected": "b d"}, "A?", ["b c", "b d"]),
-        ({"instruction": "A.", "input": "b", "output": "c"}, "A.\n\nb", ["c"]),
-        ({"instruction": "A.", "input": " ", "output": "c"}, "A.", ["c"]),
+        (ALPACA, "A.\n\nb", ["c"]),
+        (ALPACA | {"input": " "}, "A.", ["c"]),
         ({"instruction": "A.", "output": "c", "id": 1}, "A.", ["c"]),
-        (
-            {"instruction": "A.", "input": "b", "output": "c", "text": "Do: A.\nAnd: b\nSay: c"},
-            *("A.\n\nb", ["c"]),
-        ),
+        (ALPACA | {"text": "Do: A.\nAnd: b\nSay: c"}, "A.\n\nb", ["c"]),
         ({"instruction": "A.", "context": "b", "response": "c"}, "A.\n\nb", ["c"]),
     ],
 )
@@ -303,22 +279,17 @@ def test_public_forms_are_read_by_their_columns(tmp_path, record, asked, answers
     assert read(tmp_path, [record]) == [ASKED.format(asked, answer) for answer in answers]
 
 
+MOODY = {"messages": [user("a", mood="x"), assistant("b")]}
+
+
 @pytest.mark.parametrize(
     ("record", "options", "named"),
     [
         ({"prompt": "a", "context": "b", "completion": "c"}, {}, "context"),
-        (
-            {"instruction": "a", "input": "b", "output": "c"},
-            {"columns": {"prompt": "instruction", "completion": "output"}},
-            "input",
-        ),
-        (
-            {"messages": [user("a") | {"mood": "x"}, assistant("b")], "system": "y", "plan": 3},
-            {},
-            "system,plan,mood",
-        ),
+        (ALPACA, AS_COMPLETIONS, "input"),
+        (MOODY | {"system": "y", "plan": 3}, {}, "system,plan,mood"),
         ({"text": "a", "label": "b"}, {}, "label"),
-        ({"instruction": "A.", "input": "b", "output": "c", "text": "A. c"}, {}, "text"),
+        (ALPACA | {"text": "A. c"}, {}, "text"),
     ],
 )
 def test_all_that_nothing_reads_is_refused_in_one_sentence(tmp_path, record, options, named):
@@ -366,7 +337,7 @@ def test_nulls_are_kept_as_in_json_and_left_out_as_in_a_table(tmp_path):
     )
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), path)
-    table = loaded(path, hold_out=0)["train"]
+    table = load(path, CHAT, hold_out=0)["train"]
     assert '"arguments": {"l": [1, null], "o": {}}' in shown(table, CHAT)[0]
 
 
@@ -383,7 +354,7 @@ def test_template_options_are_remembered(tmp_path, caplog):
         ([{"prompt": "a", "completion": "b"}], {}),
     ):
         read(tmp_path, each, tokenizer)
-        split = loaded(tmp_path / "data.jsonl", tokenizer, hold_out=0)["train"]
+        split = load(tmp_path / "data.jsonl", tokenizer, hold_out=0)["train"]
         assert split.encoding == encoding
     assert 'Records differ in "chat_template_kwargs"' in caplog.text
     (plain,) = read(tmp_path, [{"prompt": "a", "completion": "b"}], tokenizer)
@@ -414,7 +385,7 @@ def test_no_option_of_the_template_is_set_that_nobody_gives(tmp_path):
 def test_what_cannot_be_read_is_said_truly(tmp_path, name, content, said):
     (tmp_path / name).write_text(content)
     with pytest.raises(MespError, match=said):
-        loaded(tmp_path / name)
+        load(tmp_path / name, CHAT)
 
 
 def test_a_system_message_that_the_template_drops_goes_to_the_user(tmp_path):
@@ -437,14 +408,14 @@ def test_line_ends_of_a_files_own_text_are_line_feeds(tmp_path):
     (tmp_path / "a.csv").write_bytes(b'prompt,completion\r\n"a\r\nb",c\r\n,\r\n')
     (tmp_path / "a.jsonl").write_text('{"prompt": "a\\r\\nb", "completion": "c"}')
     for name, asked in (("a.csv", "a\nb"), ("a.jsonl", "a\r\nb")):
-        split = loaded(tmp_path / name, hold_out=0)["train"]
+        split = load(tmp_path / name, CHAT, hold_out=0)["train"]
         assert shown(split, CHAT) == [ASKED.format(asked, "c")]
 
 
 def test_what_systems_put_into_folders_is_no_data(tmp_path):
     (tmp_path / "Thumbs.db").write_bytes(b"\xd0\xcf")
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 2)
-    assert loaded(tmp_path)
+    assert load(tmp_path, CHAT)
 
 
 @pytest.mark.parametrize("has_splits", [False, True])
@@ -454,13 +425,13 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path, has_splits):
     made = datasets.Dataset.from_list(rows)
     made = datasets.DatasetDict(train=made, validation=made) if has_splits else made
     made.save_to_disk(str(tmp_path / "saved"))
-    splits = loaded(tmp_path / "saved", hold_out=0)
+    splits = load(tmp_path / "saved", CHAT, hold_out=0)
     assert [*splits] == ["train", "valid"][: 1 + has_splits]
     assert shown(splits["train"], CHAT) == [ASKED.format(f"a{i}", "b") for i in range(3)]
     state = next((tmp_path / "saved").rglob("state.json"))
     state.write_text(state.read_text().replace('"data-', '"../../data-'))
     with pytest.raises(MespError, match="names a file outside of it"):
-        loaded(tmp_path / "saved")
+        load(tmp_path / "saved", CHAT)
 
 
 def test_ordinary_thoughts_are_no_control_tokens(tmp_path, caplog):
