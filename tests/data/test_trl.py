@@ -22,6 +22,7 @@ import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,8 +34,8 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from helpers.conversations import QUESTIONS_AND_ANSWERS, conversations, pairs
+from helpers.data import examples_of, load, write_records
 from helpers.paths import DEMO_MODEL
-from mesp.data.load import DataOptions, load
 from mesp.data.prompts import encode_in_template
 from mesp.data.records import Conversation
 from mesp.data.tokenizer import load_tokenizer
@@ -98,7 +99,7 @@ PARTS_ALONE = ("idefics3", "llava_next", "smolvlm")
 
 class Example(NamedTuple):
     ids: list[int]
-    mask: list[bool]
+    mask: list[int]
     ends: set[int]
 
 
@@ -113,11 +114,7 @@ class Model:
         self.tokenizer = tokenizer_of(name, TEMPLATES[name], marked)
 
     def render(self, messages: list[dict], tools: list | None, **options: Any) -> Any:
-        return self.tokenizer._tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            **options,
-        )
+        return self.tokenizer._tokenizer.apply_chat_template(messages, tools=tools, **options)
 
 
 def tokenizer_of(name: str, template: str, marked: bool) -> Any:
@@ -139,21 +136,11 @@ class Trainer:
         self.said: list[str] = []
 
     def __call__(self, model: Model, *records: dict, **options: Any) -> list[Example]:
-        for split in ("train", "valid"):
-            lines = "".join(f"{json.dumps(record)}\n" for record in records)
-            (self.folder / f"{split}.jsonl").write_text(lines)
+        for name in ("train", "valid"):
+            write_records(self.folder / f"{name}.jsonl", [*records])
         self.said.clear()
-        vocabulary = len(model.tokenizer.get_vocab())
-        chosen = DataOptions(**options)
-        split = load(str(self.folder), model.tokenizer, 1 << 13, vocabulary, chosen)["train"]
-        found = []
-        for start, length in split.examples.tolist():
-            ids = split.tokens[start : start + length].tolist()
-            mask = [True] * length
-            if split.mask is not None:
-                mask = split.mask[start : start + length].astype(bool).tolist()
-            found.append(Example(ids, mask, {*split.ends}))
-        return found
+        split = load(self.folder, model.tokenizer, 1 << 13, **options)["train"]
+        return [Example(*example, {*split.ends}) for example in examples_of(split)]
 
 
 def as_messages(record: dict) -> list[dict]:
@@ -168,38 +155,25 @@ def _said(role: str, said: str | list[dict]) -> list[dict]:
 
 
 def _as_message(raw: dict) -> dict:
-    message = {key: value for key, value in raw.items() if key != "weight"}
+    message = deepcopy({key: value for key, value in raw.items() if key != "weight"})
     content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
-    message["content"] = content
-    if "tool_calls" in message:
-        message["tool_calls"] = [
-            each | {"function": each["function"] | {"arguments": _arguments(each)}}
-            for each in message["tool_calls"]
-        ]
+    message["content"] = (
+        content if isinstance(content, str) else "".join(p["text"] for p in content)
+    )
+    for function in (call["function"] for call in message.get("tool_calls", [])):
+        if isinstance(function["arguments"], str):
+            function["arguments"] = json.loads(function["arguments"])
     return message
 
 
-def _arguments(call: dict) -> dict:
-    arguments = call["function"]["arguments"]
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
-
-
 def trained_of(record: dict, loss_on: str) -> list[int]:
-    said = record.get("messages")
-    first = 0
-    if said is None:
-        prompt = _said("user", record["prompt"])
-        first, said = len(prompt), [*prompt, *_said("assistant", record["completion"])]
+    said = record.get("messages") or _said("assistant", record["completion"])
+    first = len(_said("user", record.get("prompt", [])))
+    last = first + len(said) - 1
     found = [
-        i
-        for i, each in enumerate(said)
-        if i >= first and each["role"] == "assistant" and each.get("weight", 1)
+        i for i, m in enumerate(said, first) if m["role"] == "assistant" and m.get("weight", 1)
     ]
-    if loss_on == "last":
-        found = [i for i in found if i == len(said) - 1]
-    return found
+    return [i for i in found if loss_on != "last" or i == last]
 
 
 def leaves(value: Any) -> Iterator[str]:

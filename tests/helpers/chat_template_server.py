@@ -26,6 +26,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from helpers.chat_templates import CHATML, SPECIAL, TEMPLATES, unmarked
 from helpers.conversations import conversations
+from helpers.data import assistant, user
 from helpers.paths import DEMO_MODEL
 from mesp.data.chat_template import apply_template
 from mesp.data.fields import NEVER_CONTENT, Fields, refuse_unread
@@ -36,7 +37,11 @@ from mesp.errors import MespError
 SEED = 1
 EACH = int(os.environ.get("MESP_FUZZ_CASES", 30))
 
-AS_TEXT = """\
+TOOLS = "{%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}"
+CALLS = "{%- for call in m.tool_calls or [] %}{{- '!' + call.function.name }}{%- endfor %}"
+IN_PYTHON = CALLS.replace("name }}", "name }}{{- call.function.arguments | string }}")
+OWN = {
+    "as text": """\
 {{- bos_token }}
 {%- for tool in tools or [] %}{{- tool | tojson + '\\n' }}{%- endfor %}
 {%- for m in messages %}
@@ -46,8 +51,8 @@ AS_TEXT = """\
 {%- endfor %}{{- '<|end|>' }}
 {%- else %}{{- '<|user|>' + m.role + ': ' + m.content + '<|end|>' }}{%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
-WITH_IDS = """\
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}""",
+    "with ids": """\
 {{- bos_token }}
 {%- for tool in tools or [] %}{{- '[TOOL] ' + tool | tojson }}{%- endfor %}
 {%- for m in messages %}
@@ -58,9 +63,8 @@ WITH_IDS = """\
 {{- call.function.arguments | string }}{%- endfor %}{{- '</s>' }}
 {%- elif m.role == 'tool' %}{{- '[RESULT] ' + m.tool_call_id + ' ' + m.content + '[/RESULT]' }}
 {%- else %}{{- '[INST] ' + m.content + ' [/INST]' }}{%- endif %}
-{%- endfor %}"""
-TOOLS = "{%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}"
-LOSES = f"""{TOOLS}\
+{%- endfor %}""",
+    "loses": f"""{TOOLS}\
 {{%- for m in messages %}}
 {{{{- '<|im_start|>' + m.role + '\\n' + m.content }}}}
 {{%- for call in m.tool_calls or [] %}}{{{{- call.function.name }}}}
@@ -69,16 +73,14 @@ LOSES = f"""{TOOLS}\
 {{%- endfor %}}{{%- endfor %}}
 {{{{- '<|im_end|>\\n' }}}}
 {{%- endfor %}}
-{{%- if add_generation_prompt %}}{{{{- '<|im_start|>assistant\\n' }}}}{{%- endif %}}"""
-CALLS = "{%- for call in m.tool_calls or [] %}{{- '!' + call.function.name }}{%- endfor %}"
-IN_PYTHON = CALLS.replace("name }}", "name }}{{- call.function.arguments | string }}")
-NAMES_ALONE = TOOLS + unmarked(CHATML).replace("m.content +", "m.content }}" + CALLS + "{{-")
-ENDLESS = f"""{TOOLS}\
+{{%- if add_generation_prompt %}}{{{{- '<|im_start|>assistant\\n' }}}}{{%- endif %}}""",
+    "names alone": TOOLS + unmarked(CHATML).replace("m.content +", "m.content }}" + CALLS + "{{-"),
+    "endless": f"""{TOOLS}\
 {{%- for m in messages %}}
 {{%- if m.role == 'assistant' %}}{{{{- m.content | trim }}}}{IN_PYTHON}
 {{%- else %}}{{{{- '<|user|>' + m.content | trim + '<|assistant|>' }}}}{{%- endif %}}
-{{%- endfor %}}"""
-REPEATS = f"""{TOOLS}\
+{{%- endfor %}}""",
+    "repeats": f"""{TOOLS}\
 {{%- for m in messages %}}
 {{{{- '<|im_start|>' + m.role }}}}
 {{%- if m.role == 'assistant' and not loop.first %}}
@@ -88,14 +90,7 @@ REPEATS = f"""{TOOLS}\
 {{{{- m.content }}}}{IN_PYTHON}{{{{- '<|im_end|>\\n' }}}}
 {{%- endfor %}}
 {{%- if add_generation_prompt %}}
-{{{{- '<|im_start|>assistant to ' + messages[-1].content + '\\n' }}}}{{%- endif %}}"""
-OWN = {
-    "as text": AS_TEXT,
-    "with ids": WITH_IDS,
-    "loses": LOSES,
-    "names alone": NAMES_ALONE,
-    "endless": ENDLESS,
-    "repeats": REPEATS,
+{{{{- '<|im_start|>assistant to ' + messages[-1].content + '\\n' }}}}{{%- endif %}}""",
 }
 VALUES = [1, 1.0, -0.5, None, "", " ", True, {"x": None, "y": [7, {"z": None}]}, 'it\'s "so" \\ /']
 WRITTEN = re.compile(r"<[|｜][^|｜<>\n]{1,30}[|｜]>|</?s>|<(?:start|end)_of_turn>")  # noqa: RUF001
@@ -146,23 +141,13 @@ def write_special(value: Any, chance: random.Random) -> Any:
     return value.replace(" ", f" {chance.choice(SPECIAL)} ", 1)
 
 
-def without_reasoning(record: dict) -> dict:
-    messages = [
-        each
-        for value in record.values()
-        if isinstance(value, list)
-        for each in value
-        if isinstance(each, dict)
-    ]
-    for message in messages:
-        message.pop("reasoning_content", None)
-    return record
+def entries(record: dict) -> list[dict]:
+    return [each for value in record.values() if isinstance(value, list) for each in value]
 
 
 def with_values(record: dict, chance: random.Random) -> dict:
     """In a tenth of the records, the first tool's description becomes a special token."""
-    said = [each for value in record.values() if isinstance(value, list) for each in value]
-    for call in (call for each in said for call in each.get("tool_calls", [])):
+    for call in (call for each in entries(record) for call in each.get("tool_calls", [])):
         arguments = call["function"]["arguments"]
         if isinstance(arguments, dict) and chance.random() < 0.9:
             arguments["value"] = deepcopy(chance.choice(VALUES))
@@ -184,7 +169,8 @@ def records() -> list[tuple[dict, str]]:
     def collect(record: dict) -> None:
         record = deepcopy(record)
         if chance.random() < 0.97:
-            record = without_reasoning(record)
+            for each in entries(record):
+                each.pop("reasoning_content", None)
         if chance.random() < 0.15:
             record = write_special(record, chance)
         if "tools" in record:
@@ -210,11 +196,9 @@ def others(chance: random.Random, but: dict) -> dict:
 
 
 def varied(record: dict, chance: random.Random) -> dict:
-    said = [each for value in record.values() if isinstance(value, list) for each in value]
-    words = [each["content"] for each in said if isinstance(each.get("content"), str)]
+    words = [e["content"] for e in entries(record) if isinstance(e.get("content"), str)]
     a, b, c = (chance.choice([*words, "Why?", " So.", "Yes\r\nno\u200b."]) for _ in range(3))
-    asked = [{"role": "user", "content": a}]
-    answers = [[{"role": "assistant", "content": each}] for each in (b, f"{b} {c}")]
+    asked, answers = [user(a)], [[assistant(each)] for each in (b, f"{b} {c}")]
     record = chance.choice(
         [
             record,
@@ -232,7 +216,7 @@ def varied(record: dict, chance: random.Random) -> dict:
         ]
     )
     record = deepcopy(record)
-    for message in (each for value in record.values() if isinstance(value, list) for each in value):
+    for message in entries(record):
         if "role" in message and chance.random() < 0.1:
             message |= others(chance, message)
         if isinstance(message.get("content"), list) and chance.random() < 0.3:
@@ -261,15 +245,10 @@ def expected(template: str, record: dict, loss_on: str) -> dict[str, Any]:
         unread += [name for each in encoded for name in each.unread]
         refuse_unread([("It", unread)])
     except MespError as error:
-        return {"refused": str(error), "unread": refused_names(unread)}
-    return {
-        "kind": read.kind,
-        "answers": [{"ids": list(each.ids), "counted": each.mask.tolist()} for each in encoded],
-    }
-
-
-def refused_names(unread: list[str]) -> list[str]:
-    return sorted({each for each in unread if each.lower().replace("-", "_") not in NEVER_CONTENT})
+        names = {each for each in unread if each.lower().replace("-", "_") not in NEVER_CONTENT}
+        return {"refused": str(error), "unread": sorted(names)}
+    answers = [{"ids": each.ids, "counted": each.mask.tolist()} for each in encoded]
+    return {"kind": read.kind, "answers": answers}
 
 
 def cases() -> Iterator[dict[str, Any]]:
@@ -287,13 +266,8 @@ def answer(asked: dict[str, Any], template: str) -> Any:
         return list(tokenizer.encode(asked["text"], add_special_tokens=asked["addsSpecialTokens"]))
     if asked["do"] == "decode":
         return tokenizer.decode(asked["ids"])
-    text = apply_template(
-        tokenizer,
-        asked["messages"],
-        tools=asked.get("tools"),
-        add_generation_prompt=asked["addsGenerationPrompt"],
-        **asked["options"],
-    )
+    options = {"tools": asked.get("tools"), "add_generation_prompt": asked["addsGenerationPrompt"]}
+    text = apply_template(tokenizer, asked["messages"], **options, **asked["options"])
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
