@@ -1,16 +1,25 @@
+import builtins
 import csv
 import gzip
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import field, make_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from helpers import commands
+from helpers.commands import call, run
+from helpers.data import assistant, user
 from helpers.records import content as content_of
 from mesp.data.hub_datasets import read_dataset
 from mesp.data.load import read_general_text
@@ -18,7 +27,23 @@ from mesp.data.source_files import SPLITS, UNPACKED, read_file, read_text
 from mesp.data.sources import Selection, read_data
 from mesp.errors import MespError
 
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+- config_name: socratic
+  data_files:
+  - {split: train, path: socratic/train-*}
+---
+"""
+AS_COMPLETIONS = {"prompt": "question", "completion": "answer"}
 RECORDS = [{"prompt": f'{i}, "a"\nb', "completion": f"{i}"} for i in range(12)]
+
+
+def rows(kind: str, count: int, keys: Iterable[str] = AS_COMPLETIONS.values()) -> list[dict]:
+    return [dict(zip(keys, (f"{kind} {i} + 1?", f"{i + 1}."), strict=True)) for i in range(count)]
 
 
 def table(delimiter: str, records: list[dict]) -> str:
@@ -61,6 +86,13 @@ def refused(path: Path, **selection: object) -> str:
         read(path, **selection)
     assert "\n" not in caught.value.message and caught.value.message.endswith(".")
     return caught.value.message
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
 @pytest.mark.parametrize("packed", ["", ".gz", ".GZ"])
@@ -148,8 +180,6 @@ def test_json_in_parquet_is_what_it_says(tmp_path: Path):
     """The datasets library stores values of several types as JSON in a string. If the string were
     not read as JSON, it would go into the prompt.
     """
-    import datasets
-
     calls = [{"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "g"}}]
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}]
     made = datasets.Dataset.from_list([{"messages": messages}], on_mixed_types="use_json")
@@ -362,3 +392,150 @@ def test_a_text_that_repeats_is_read_as_often_as_its_size_allows(tmp_path: Path)
     assert read(path)["train"] == records
     with pytest.raises(MespError, match="has more than 1 MiB of text"):
         list(read_file(path, size=1 << 20))
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    folder = tmp_path / "gsm8k"
+    put(folder / "main" / "train-00000-of-00002.parquet", content("parquet", rows("main", 20)))
+    put(folder / "main" / "train-00001-of-00002.parquet", content("parquet", rows("more", 20)))
+    put(folder / "main" / "test-00000-of-00001.parquet", content("parquet", rows("test", 5)))
+    put(folder / "socratic" / "train-00000-of-00001.parquet", content("parquet", rows("so", 10)))
+    put(folder / "README.md", CARD)
+    return folder
+
+
+def test_a_configuration_and_its_splits(dataset: Path):
+    main, more, test = (
+        rows(*each, AS_COMPLETIONS) for each in (("main", 20), ("more", 20), ("test", 5))
+    )
+    chosen = {"subset": "main", "columns": AS_COMPLETIONS}
+    assert read(dataset, **chosen) == {"train": main + more, "test": test}
+    splits = {"train": "train[:30]", "valid": "train[30:]+test[:50%]"}
+    parts = {"train": main + more[:10], "valid": more[10:] + test[:2]}
+    assert read(dataset, splits=splits, **chosen) == parts
+
+
+def test_what_is_null_in_a_table_is_left_out(tmp_path: Path):
+    """Parquet stores null for the tool calls of a message without any."""
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    answers = ({"role": "assistant", "tool_calls": [call]}, assistant("c"))
+    records = [{"messages": [user("a"), each]} for each in answers]
+    kinds = ("parquet", "jsonl")
+    in_table, in_lines = (read(put(tmp_path / f"a.{k}", content(k, records))) for k in kinds)
+    assert in_table == in_lines
+
+
+def test_columns_of_a_file_of_lines(tmp_path: Path):
+    path = put(tmp_path / "a.jsonl", content("jsonl", rows("main", 10)))
+    assert read(path, columns=AS_COMPLETIONS) == {"train": rows("main", 10, AS_COMPLETIONS)}
+
+
+@pytest.mark.parametrize(
+    ("selection", "said"),
+    [
+        ({"subset": None}, "has several subsets; take one with --subset: main, socratic."),
+        ({"subset": "x"}, "has no subset x; take one with --subset: main, socratic."),
+        ({"splits": {"train": "training"}}, "has no split training; it has train, test."),
+        ({"splits": {"train": "train[:a]"}}, "The datasets library cannot read .*gsm8k: "),
+        ({"splits": {"valid": "test"}}, "say with --splits train=NAME which are read."),
+        ({}, r"Record 1 of .*train-00000-of-00002\.parquet has question, answer; records have"),
+        (
+            {"columns": {"prompt": "asked"}},
+            "Record 1 of .*parquet has no column asked, .* it has question, answer.",
+        ),
+    ],
+)
+def test_what_cannot_be_taken_is_named(dataset: Path, selection: dict, said: str):
+    assert re.search(said, refused(dataset, **{"subset": "main", **selection}))
+
+
+@pytest.mark.parametrize(
+    ("name", "selection", "said"),
+    [
+        ("a.txt", {"subset": "main"}, "has no subsets and splits"),
+        ("a.txt", {"columns": {"text": "a"}}, "has no columns"),
+        ("python-docs", {"columns": {"text": "a"}}, "has no columns"),
+        ("a.parquet", {"subset": "main"}, "has no subsets; leave"),
+        ("a.parquet", {}, "a.parquet is not a parquet file that can be read: "),
+    ],
+)
+def test_what_has_no_such_thing(working_folder: Path, name: str, selection: dict, said: str):
+    for file in ("a.txt", "a.parquet"):
+        Path(file).write_text("Some text that is no table.")
+    assert said in refused(Path(name), **selection)
+
+
+def test_without_the_library_it_is_named(dataset, monkeypatch):
+    found = builtins.__import__
+
+    def missing(name, *rest, **more):
+        if name == "datasets":
+            raise ImportError(name)
+        return found(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(MespError, match="there: pip install datasets,"):
+        read_dataset(str(dataset), None, {})
+
+
+def test_the_commands_take_columns_subset_and_splits(dataset, tmp_path):
+    out = tmp_path / "demo.mesp"
+    taken = ["--data", dataset, "--subset", "main", "--splits", "train=train[:30],valid=test"]
+    columns = ["--columns", "prompt=question,completion=answer"]
+    size = ("--model", "demo", "--seq-len", 32, "--out", out)
+    said = call("export", *size, *taken, *columns).stdout
+    assert "30 train examples of" in said and "5 valid examples of" in said
+    said = call("data", out, "--data", dataset, "--subset", "socratic", *columns).stdout
+    assert "9 train examples of" in said and "1 valid example of" in said
+    for wrong, said in (
+        (("--columns", "question"), "--columns takes KEY=COLUMN, with KEY one of text, prompt, "),
+        (("--splits", "training=a"), "SPLIT=NAME, with SPLIT one of train, valid, test"),
+        (("--columns", "prompt="), "and not prompt."),
+        (("--mask-prompt", "--loss-on", "all"), "not --loss-on all: give one of them."),
+    ):
+        assert said in commands.refused(run("data", out, "--data", dataset, *wrong))
+
+
+@pytest.mark.parametrize("path", ["absolute", "../secret/*.txt", "file:", "link.txt"])
+def test_a_dataset_takes_no_file_from_elsewhere(tmp_path, path):
+    """A dataset's README.md names its files. It could name a person's private files."""
+    secret = put(tmp_path / "secret" / "notes.txt", "a secret\n")
+    folder = put(tmp_path / "data" / "a.parquet", content("parquet", rows("main", 4))).parent
+    (folder / "link.txt").symlink_to(secret)
+    path = {"absolute": str(secret), "file:": secret.as_uri()}.get(path, path)
+    card = f"---\nconfigs:\n- config_name: default\n  data_files: {path}\n---\n"
+    (folder / "README.md").write_text(card)
+    assert re.search("names a file outside of it, .*; do not use it", refused(folder))
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["/home/me/notes.txt", "hf://datasets/me/private@0/a.txt", "hf://datasets/o/d@0/../x/a.txt"],
+)
+def test_a_dataset_of_the_hub_takes_no_file_from_elsewhere(tmp_path, monkeypatch, file):
+    Config = make_dataclass("Config", [("data_files", dict, field(default_factory=dict))])
+
+    def builder(*_: object) -> SimpleNamespace:
+        config = Config(data_files={"train": files})
+        return SimpleNamespace(repo_id="o/d", config=config)
+
+    def download(*asked: object) -> Path:
+        assert asked == ("dataset", "o/d", ["data/a.txt"], "0")
+        return tmp_path
+
+    put(tmp_path / "data" / "a.txt", "a")
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda path: ["default"])
+    monkeypatch.setattr("mesp.data.hub_datasets.download", download)
+    files = ["hf://datasets/o/d@0/data/a.txt"]
+    assert read_dataset("o/d", None, {}) == {"train": [("o/d/data/a.txt", "a")]}
+    files.append(file)
+    with pytest.raises(MespError, match="names a file outside of it"):
+        read_dataset("o/d", None, {})
+
+
+def test_a_library_that_runs_scripts_of_datasets_is_refused(dataset, monkeypatch):
+    monkeypatch.setattr(datasets, "__version__", "3.6.0")
+    with pytest.raises(MespError, match=r"runs scripts that come with a dataset.*datasets>=4"):
+        read_dataset(str(dataset), "main", {})

@@ -121,26 +121,25 @@ def _taken(fields: Fields, entries: dict[str, Any], known: tuple[str, ...]) -> d
 def _calls(fields: Fields, where: str, calls: Any) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise MespError(f'{where} with "{CALLS}" that is not a list.')
-    found = []
-    for call in calls:
-        if isinstance(call, dict) and "function" not in call:
-            function = {k: v for k, v in call.items() if k not in CALL_KEYS}
-            call = {k: call[k] for k in ("id",) if k in call} | {"type": "", "function": function}
-        function = call["function"] if isinstance(call, dict) else None
-        if not _has_name(function):
-            raise MespError(f'{where} with a tool call without a "name": give it one.')
-        outer = _taken(fields, call, CALL_KEYS)
-        inner = _taken(fields, function, ("name", "arguments"))
-        fault = f"{where} with arguments of a tool call that are no JSON: write an object."
-        arguments = _parsed(function.get("arguments"), "{}", fault, strict=True)
-        arguments = {} if arguments is None else arguments
-        if not isinstance(arguments, dict):
-            raise MespError(
-                f"{where} with arguments of a tool call that are not an object: write one."
-            )
-        inner = {k: v for k, v in inner.items() if k not in CALL_KEYS} | {"arguments": arguments}
-        found.append({**outer, "type": "function", "function": inner})
-    return found
+    return [_call(fields, f"{where} with", call) for call in calls]
+
+
+def _call(fields: Fields, where: str, call: Any) -> dict[str, Any]:
+    if isinstance(call, dict) and "function" not in call:
+        function = {k: v for k, v in call.items() if k not in CALL_KEYS}
+        call = {k: call[k] for k in ("id",) if k in call} | {"type": "", "function": function}
+    function = call["function"] if isinstance(call, dict) else None
+    if not _has_name(function):
+        raise MespError(f'{where} a tool call without a "name": give it one.')
+    outer = _taken(fields, call, CALL_KEYS)
+    inner = _taken(fields, function, ("name", "arguments"))
+    fault = f"{where} arguments of a tool call that are no JSON: write an object."
+    arguments = _parsed(function.get("arguments"), "{}", fault, strict=True)
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise MespError(f"{where} arguments of a tool call that are not an object: write one.")
+    inner = {k: v for k, v in inner.items() if k not in CALL_KEYS} | {"arguments": arguments}
+    return {**outer, "type": "function", "function": inner}
 
 
 def _has_name(function: Any) -> bool:

@@ -90,9 +90,8 @@ def records_of(name: str, rows: Iterable[Row], selection: Selection) -> list[Any
 
 def may_be_data(name: str) -> bool:
     parts = PurePosixPath(name).parts
-    return not any(part.startswith(HIDDEN) for part in parts) and not NO_DATA.fullmatch(
-        parts[-1].lower()
-    )
+    is_hidden = any(part.startswith(HIDDEN) for part in parts)
+    return not (is_hidden or NO_DATA.fullmatch(parts[-1].lower()))
 
 
 def data_files(folder: Path) -> list[str]:

@@ -93,31 +93,25 @@ def as_answers(data: str, encoded: Sequence[Encoded], seq_len: int) -> Split:
     1 tokens.
     """
     longest = seq_len + 1
-    parts: list[Encoded] = []
+    before: list[int] = []
     for each in encoded:
-        context = int(np.argmax(each.mask)) if each.mask.any() else len(each.ids)
-        if context >= len(each.ids):
+        if not each.mask[1:].any():
             raise MespError(f"{each.where} has an answer without a token: leave it out.")
+        context, ids = int(np.argmax(each.mask)), each.ids[:longest]
         if context >= longest:
             raise MespError(
                 f"{each.where} has a prompt of {context} tokens, which leaves no room for an "
                 f"answer in {longest}: shorten it, or export with a larger --seq-len."
             )
-        if each.label == REJECTED and parts[-1].ids == each.ids[:longest]:
+        if each.label == REJECTED and before == ids:
             raise MespError(
                 f"{each.where} has a chosen and a rejected answer of the same tokens, as far as "
                 f"sequences of {longest} hold: leave it out."
             )
-        parts.append(replace(each, ids=each.ids[:longest], mask=each.mask[:longest]))
-    lengths = np.array([len(each.ids) for each in parts], np.uint32)
-    tokens, mask = _joined(parts)
-    return Split(
-        tokens,
-        np.stack([np.cumsum(lengths, dtype=np.uint32) - lengths, lengths], axis=1),
-        np.ones(len(tokens), np.uint8) if mask is None else mask,
-        np.array([each.label for each in parts], np.uint8),
-        too_long=sum(len(each.ids) > longest for each in encoded),
-    )
+        before = ids
+    split = as_examples(data, "", encoded, seq_len, "cut")
+    mask = np.ones(len(split.tokens), np.uint8) if split.mask is None else split.mask
+    return replace(split, mask=mask, labels=np.array([each.label for each in encoded], np.uint8))
 
 
 def check_labels(data: str, splits: Mapping[str, Split]) -> None:
