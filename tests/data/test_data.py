@@ -41,6 +41,13 @@ def tokens(splits: dict[str, Split]) -> np.ndarray:
     return np.concatenate([splits["train"].tokens, splits["valid"].tokens])
 
 
+def assert_same(actual: dict[str, Split], expected: dict[str, Split]) -> None:
+    assert actual.keys() == expected.keys()
+    for split, name in product(expected, ("tokens", "examples", "mask")):
+        found, wanted = (getattr(each[split], name) for each in (actual, expected))
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_text_file_without_a_valid_split_is_cut(tokenizer, text):
     splits = load(text, tokenizer, 32)
     whole = [*tokenizer.encode(TEXT), tokenizer.eos_token_id]
@@ -93,14 +100,6 @@ def test_windows_of_a_packed_text_begin_as_the_tokenizer_begins_texts(tmp_path, 
     assert tokens(splits).tolist() == stream
     expected = tokenizer.bos_token_id if adds_begin else None
     assert all(split.begin == expected for split in splits.values())
-
-
-def test_jsonl_records_end_with_the_end_of_text(tokenizer, tmp_path):
-    texts = ["One\u2028line.\n\nTwo.", "Ünïcode ✓ text", "x"] * 30
-    path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(json.dumps({"text": t}, ensure_ascii=False) for t in texts) + "\n\n")
-    decoded = tokenizer.decode(tokens(load(path, tokenizer, 16)))
-    assert decoded == "".join(t + tokenizer.eos_token for t in texts)
 
 
 def test_long_text_is_cut_without_loss(tokenizer, tmp_path, monkeypatch):
@@ -201,7 +200,7 @@ RECORDS = {
     + [{"text": "x"}, {"text": "It ends so already.<|endoftext|>"}],
     "completions": [{"prompt": f"What is {i} + {i}?", "completion": f"{2 * i}"} for i in range(12)]
     + [
-        {"prompt": "", "completion": "No prompt."},
+        {"prompt": "", "completion": "No\u2028prompt."},
         {"prompt": "Capital of France?", "completion": "Paris", "tools": TOOLS},
     ],
     "chat": [{"messages": [user(f"Hello {i}"), assistant("Ünïcode ✓ " * i)]} for i in range(1, 13)]
@@ -269,13 +268,8 @@ def test_packed_examples_are_the_same_examples(chat_tokenizer, tmp_path, kind):
         load_records(tmp_path, RECORDS[kind], chat_tokenizer, 512, pack=pack)
         for pack in (True, False)
     )
-    assert packed.keys() == alone.keys()
-    for split, each in packed.items():
-        assert each.pack
-        assert not alone[split].pack
-        assert each.tokens.tolist() == alone[split].tokens.tolist()
-        assert each.examples.tolist() == alone[split].examples.tolist()
-        assert each.mask.tolist() == alone[split].mask.tolist()
+    assert_same(packed, alone)
+    assert all(packed[split].pack and not alone[split].pack for split in packed)
 
 
 def test_packed_texts_follow_each_other(chat_tokenizer, tmp_path):
@@ -510,16 +504,6 @@ def assert_whole(path: Path) -> dict[str, Split]:
         if entry.examples is not None:
             assert entry.count == len(splits[split].examples)
     return splits
-
-
-def assert_same(actual: dict[str, Split], expected: dict[str, Split]) -> None:
-    assert actual.keys() == expected.keys()
-    for split, each in expected.items():
-        assert np.array_equal(actual[split].tokens, each.tokens)
-        for name in ("examples", "mask"):
-            array, wanted = getattr(actual[split], name), getattr(each, name)
-            assert (array is None) == (wanted is None)
-            assert wanted is None or np.array_equal(array, wanted)
 
 
 def test_a_bundle_says_how_its_text_became_tokens(bundle, tmp_path):

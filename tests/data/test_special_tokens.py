@@ -6,11 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from helpers.data import assistant, load, user, write_records
 from helpers.models import byte_tokenizer
 from helpers.paths import DEMO_MODEL
 from helpers.records import encode as encode_conversation
 from helpers.records import messages_of
-from mesp.data.load import DataOptions, load
+from mesp.data.loss_mask import Encoded
 from mesp.data.plain_text import encode_plain_prompt, join
 from mesp.data.prompts import encode_prompt
 from mesp.data.records import Conversation
@@ -100,13 +101,9 @@ def conversation(*texts: str, **others: object) -> Conversation:
 def transformers_ids(tokenizer, conversation: Conversation, asks: bool = False) -> list[int]:
     # Makes transformers split only tokens that are marked special.
     tokenizer._tokenizer.chat_control_tokens = []
+    options = {"return_dict": False, "sanitize_control_tokens": True}
     return tokenizer._tokenizer.apply_chat_template(
-        conversation.messages,
-        tools=conversation.tools,
-        add_generation_prompt=asks,
-        return_dict=False,
-        sanitize_control_tokens=True,
-        **conversation.options,
+        conversation.messages, add_generation_prompt=asks, **options
     )
 
 
@@ -127,24 +124,28 @@ def check_ids(tokenizer, ids: list[int], theirs: list[int], texts: list[str]) ->
         assert ids.count(spaces) < theirs.count(spaces)
 
 
+def encode_split_apart(tokenizer, said: Conversation, loss_on: str) -> Encoded:
+    encoded = encode_conversation(tokenizer, said, loss_on, split_special=True)
+    plain = encode_conversation(tokenizer, conversation(*"abcde"), loss_on)
+    assert special(tokenizer, encoded.ids) == special(tokenizer, plain.ids)
+    rendered = tokenizer._tokenizer.apply_chat_template(said.messages, tokenize=False)
+    assert without_spaces(tokenizer.decode(encoded.ids)) == without_spaces(rendered)
+    return encoded
+
+
 @pytest.mark.parametrize("template", [CHATML, TIGHT], ids=["chatml", "tight"])
 @pytest.mark.parametrize("loss_on", ["answers", "all"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_conversations_are_as_transformers_splits_them(tokenizer, template, loss_on, text):
     tokenizer._tokenizer.chat_template = template
     said = conversation("x", text, f"y {text}", text, f"z {text}.")
-    encoded = encode_conversation(tokenizer, said, loss_on, split_special=True)
+    encoded = encode_split_apart(tokenizer, said, loss_on)
     check_ids(tokenizer, encoded.ids, transformers_ids(tokenizer, said), [text])
-    plain = encode_conversation(tokenizer, conversation(*"abcde"), loss_on)
-    assert special(tokenizer, encoded.ids) == special(tokenizer, plain.ids)
-    rendered = tokenizer._tokenizer.apply_chat_template(said.messages, tokenize=False)
-    assert without_spaces(tokenizer.decode(encoded.ids)) == without_spaces(rendered)
     if loss_on == "answers":
         answers = [id for id, counts in zip(encoded.ids, encoded.mask, strict=True) if counts]
         end = "<|im_end|>\n" if template is CHATML else "<|im_end|>"
-        expected = "".join(f"{m['content']}{end}" for m in said.messages[2::2])
-        if template is TIGHT:
-            expected = "".join(f"{m['content'].strip()}{end}" for m in said.messages[2::2])
+        texts = [message["content"] for message in said.messages[2::2]]
+        expected = "".join((each if template is CHATML else each.strip()) + end for each in texts)
         assert without_spaces(tokenizer.decode(answers)) == without_spaces(expected)
 
 
@@ -172,6 +173,10 @@ def test_texts_are_as_transformers_splits_them(tokenizer, text):
     assert without_spaces(said) == without_spaces(text + text)
 
 
+CALL = {"function": {"name": "WORDS", "arguments": {"a": ["WORDS"]}}}
+MESSAGES = [user("Say WORDS."), assistant("<think>WORDS</think>yes", tool_calls=[CALL])]
+MESSAGES += [{"role": "tool", "content": "WORDS"}]
+MESSAGES += [assistant("WORDS", reasoning_content="WORDS")]
 RECORDS = {
     "file": None,
     "text": [{"text": "WORDS"}] * 3,
@@ -179,21 +184,7 @@ RECORDS = {
     "prompt": [{"prompt": "WORDS", "completion": "yes WORDS"}] * 3,
     "pair": [{"prompt": "WORDS", "chosen": "yes WORDS", "rejected": "WORDS"}] * 3,
     "label": [{"prompt": "WORDS", "completion": "yes", "label": i % 2 == 0} for i in range(4)],
-    "messages": [
-        {
-            "messages": [
-                {"role": "user", "content": "Say WORDS."},
-                {
-                    "role": "assistant",
-                    "content": "<think>WORDS</think>yes",
-                    "tool_calls": [{"function": {"name": "WORDS", "arguments": {"a": ["WORDS"]}}}],
-                },
-                {"role": "tool", "content": "WORDS"},
-                {"role": "assistant", "content": "WORDS", "reasoning_content": "WORDS"},
-            ]
-        }
-    ]
-    * 3,
+    "messages": [{"messages": MESSAGES}] * 3,
 }
 
 
@@ -202,12 +193,9 @@ def load_records(tokenizer, path, words: str, kind: str, split: bool):
         path = path.with_suffix(".txt")
         path.write_text(f"{words}\n" * 900)
     else:
-        lines = json.dumps(RECORDS[kind], ensure_ascii=False).replace("WORDS", words)
-        path.write_text("".join(json.dumps(each) + "\n" for each in json.loads(lines)))
-    options = DataOptions(
-        pack=kind == "file", chat=False if kind == "joined" else None, split_special_tokens=split
-    )
-    return load(str(path), tokenizer, 512, len(tokenizer.get_vocab()), options)
+        write_records(path, json.loads(json.dumps(RECORDS[kind]).replace("WORDS", words)))
+    options = {"pack": kind == "file", "chat": False if kind == "joined" else None}
+    return load(path, tokenizer, 512, split_special_tokens=split, **options)
 
 
 @pytest.mark.parametrize("kind", RECORDS)
@@ -221,13 +209,10 @@ def test_records_of_every_kind_keep_the_templates_tokens_alone(tokenizer, tmp_pa
     assert "which --split-special-tokens encodes as text: " in caplog.text
     real = load_records(tokenizer, data, "<s>", kind, False)
     for name in plain:
-        assert same[name].tokens.tolist() == plain[name].tokens.tolist()
-        assert "<s><|im_end|>" in tokenizer.decode(split[name].tokens.tolist())
-        if kind != "file":
-            counts = [
-                len(special(tokenizer, each[name].tokens.tolist())) for each in (plain, split, real)
-            ]
-            assert counts[0] == counts[1] < counts[2]
+        ids = [each[name].tokens.tolist() for each in (same, plain, split, real)]
+        assert ids[0] == ids[1] and "<s><|im_end|>" in tokenizer.decode(ids[2])
+        counts = [len(special(tokenizer, each)) for each in ids[1:]]
+        assert kind == "file" or counts[0] == counts[1] < counts[2]
     if kind == "file":
         ids = [id for name in ("train", "valid") for id in split[name].tokens.tolist()]
         assert special(tokenizer, ids) == [tokenizer.eos_token_id] == ids[-1:]
@@ -270,12 +255,6 @@ PARTS = st.lists(
 @given(st.lists(PARTS.filter(str.strip), min_size=5, max_size=5))
 def test_special_tokens_survive_no_split(tokenizer, texts):
     tokenizer._tokenizer.chat_template = CHATML
-    ids = encode_conversation(tokenizer, conversation(*texts), "all", split_special=True).ids
-    plain = encode_conversation(tokenizer, conversation(*"abcde"), "all").ids
-    assert special(tokenizer, ids) == special(tokenizer, plain)
-    rendered = tokenizer._tokenizer.apply_chat_template(
-        conversation(*texts).messages, tokenize=False
-    )
-    assert without_spaces(tokenizer.decode(ids)) == without_spaces(rendered)
+    encode_split_apart(tokenizer, conversation(*texts), "all")
     for text in texts:
         assert not special(tokenizer, encode_split(tokenizer, text))
