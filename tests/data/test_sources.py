@@ -22,7 +22,7 @@ from helpers.data import assistant, user
 from helpers.records import content as content_of
 from mesp.data.hub_datasets import read_dataset
 from mesp.data.load import read_general_text
-from mesp.data.source_files import SPLITS, UNPACKED, read_file, read_text
+from mesp.data.source_files import SPLITS, UNPACKED, read_file
 from mesp.data.sources import Selection, read_data
 from mesp.errors import MespError
 
@@ -105,7 +105,6 @@ def test_records_are_read_in_every_kind_of_file(tmp_path: Path, kind: str, packe
 def test_text_is_read_whole(tmp_path: Path, name: str):
     text = '{"text": "a"}\n\nb\n'
     assert read(put(tmp_path / name, text)) == {"train": [text]}
-    assert read_text(tmp_path / name) == text
 
 
 @pytest.mark.parametrize("name", ["a", "a.jsonl.zst", "a.xml", "a.csv.zip", ".jsonl", "a.gz"])
@@ -458,7 +457,7 @@ def test_what_has_no_such_thing(working_folder: Path, name: str, selection: dict
 def test_without_the_library_it_is_named(dataset, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MespError, match="there: pip install datasets,"):
-        read_dataset(str(dataset), None, {})
+        read_dataset(str(dataset), Selection())
 
 
 def test_the_commands_take_columns_subset_and_splits(dataset, tmp_path):
@@ -511,13 +510,13 @@ def test_a_dataset_of_the_hub_takes_no_file_from_elsewhere(tmp_path, monkeypatch
     monkeypatch.setattr(datasets, "get_dataset_config_names", lambda path: ["default"])
     monkeypatch.setattr("mesp.data.hub_datasets.download", download)
     files = ["hf://datasets/o/d@0/data/a.txt"]
-    assert read_dataset("o/d", None, {}) == {"train": [("o/d/data/a.txt", "a")]}
+    assert read_dataset("o/d", Selection()) == {"train": [("o/d/data/a.txt", "a")]}
     files.append(file)
     with pytest.raises(MespError, match="names a file outside of it"):
-        read_dataset("o/d", None, {})
+        read_dataset("o/d", Selection())
 
 
 def test_a_library_that_runs_scripts_of_datasets_is_refused(dataset, monkeypatch):
     monkeypatch.setattr(datasets, "__version__", "3.6.0")
     with pytest.raises(MespError, match=r"runs scripts that come with a dataset.*datasets>=4"):
-        read_dataset(str(dataset), "main", {})
+        read_dataset(str(dataset), Selection("main"))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
@@ -40,20 +41,30 @@ def refuse_unread(places: Iterable[tuple[str, Iterable[str]]]) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Selection:
+    """`subset` is the name of a dataset's configuration. `splits` has the source of each of MeSP's
+    splits, as an expression of the datasets library.
+    """
+
+    subset: str | None = None
+    splits: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def is_of_dataset(self) -> bool:
+        return self.subset is not None or bool(self.splits)
+
+
 class Fields:
     """A record's columns, under the keys that --columns gives them. A kind takes what it reads.
 
-    Null counts as absent. Raises MespError if one of `columns` is not there.
+    Null counts as absent. Raises MespError if one of the columns is not there.
     """
 
-    def __init__(
-        self,
-        where: str,
-        record: Mapping[str, Any],
-        columns: Mapping[str, str] | None = None,
-        ignored: tuple[str, ...] = (),
-    ) -> None:
-        columns = columns or {}
+    def __init__(self, where: str, record: dict[str, Any], chosen: Selection | None = None) -> None:
+        columns, ignored = (chosen.columns, chosen.ignored) if chosen else ({}, ())
         for column in columns.values():
             if column not in record:
                 raise MespError(

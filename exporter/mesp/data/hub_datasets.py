@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mesp.data.fields import Selection
 from mesp.data.source_files import SPLIT_OF, FileName, Row, read_cell, read_file
 from mesp.errors import MespError
 from mesp.files import read_object, root_of
@@ -26,13 +27,12 @@ def is_saved(path: Path) -> bool:
 
 
 def read_dataset(
-    data: str, subset: str | None, splits: Mapping[str, str], names: Sequence[str] = ()
+    data: str, selection: Selection, names: Sequence[str] = ()
 ) -> dict[str, list[Row]]:
     """Returns the records of a dataset by MeSP's names of splits.
 
-    `data` is a file, a folder or a name on the Hugging Face Hub. `subset` is the name of a
-    configuration. `splits` maps MeSP's names to expressions of `datasets`, such as
-    ``train[:1000]``. If `splits` is empty, splits with known names are read.
+    `data` is a file, a folder or a name on the Hugging Face Hub. Without `selection.splits`, splits
+    with known names are read.
 
     Raises MespError if the library is missing, too old or fails, if one of the files `names` is in
     no split, or if the subset, a split or a file cannot be used.
@@ -49,8 +49,8 @@ def read_dataset(
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
-        found = _find_files(datasets, data, subset, names)
-        taken = _find_splits(data, splits, list(found))
+        found = _find_files(datasets, data, selection.subset, names)
+        taken = _find_splits(data, selection.splits, list(found))
         needed = {name for expression in taken.values() for name in _names_in(expression)}
         rows = {name: list(found[name]) for name in needed}
         sizes = {name: len(each) for name, each in rows.items()}

@@ -16,7 +16,7 @@ from mesp.data.fields import OPTIONS, refuse_unread
 from mesp.data.loss_mask import Encoded, end_tokens
 from mesp.data.plain_text import begin_of_text, cut_text
 from mesp.data.records import AnyRecord, Conversation, Encoder, Text, kind_of, mask_record
-from mesp.data.source_files import read_text
+from mesp.data.source_files import read_file
 from mesp.data.sources import Selection, read_data
 from mesp.data.special_tokens import special_tokens
 from mesp.data.splits import (
@@ -225,7 +225,9 @@ def read_general_text(file: Path | None, tokenizer: Any, vocab_size: int) -> Spl
     if file is None:
         text = (files("mesp.data") / "general.txt").read_text("utf-8")
     else:
-        text = read_text(file, GENERAL_TEXT_SIZE)
+        _, text = next(read_file(file, size=GENERAL_TEXT_SIZE), ("", None))
+    if not isinstance(text, str):
+        raise MespError(f"{file} is a file of records; give a text: .txt or .md.")
     ids: list[int] = []
     for piece in cut_text(text):
         ids += tokenizer.encode(piece, add_special_tokens=False)

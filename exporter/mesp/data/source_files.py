@@ -95,13 +95,6 @@ def read_file(
         yield from READERS[parts.kind](content, name, most)
 
 
-def read_text(path: Path, size: int = SIZE) -> str:
-    _, content = next(read_file(path, size=size), ("", None))
-    if not isinstance(content, str):
-        raise MespError(f"{path} is a file of records; give a text: .txt or .md.")
-    return content
-
-
 def read_lines(file: BinaryIO, name: str) -> Iterator[Row]:
     """Raises MespError if a line is not a record, or if the bytes are not UTF-8."""
     text = io.TextIOWrapper(file, "utf-8-sig")

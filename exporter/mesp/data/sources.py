@@ -3,10 +3,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from mesp.data.fields import Fields
+from mesp.data.fields import Fields, Selection
 from mesp.data.hub_datasets import is_saved, read_dataset
 from mesp.data.python_docs import python_docs, python_docs_pairs
 from mesp.data.records import AnyRecord, Text, read_record
@@ -27,22 +26,6 @@ NO_DATA = re.compile(
     r"(readme|licen[cs]e|notice|copying|citation|changelog)([-_]\w+)*(\.(md|txt|rst|cff|bib))?"
     r"|dataset_infos?\.json|thumbs\.db|desktop\.ini|.*\.(py|png|jpe?g|gif|svg|webp)"
 )
-
-
-@dataclass(frozen=True)
-class Selection:
-    """`subset` is the name of a dataset's configuration. `splits` has the source of each of MeSP's
-    splits, as an expression of the datasets library.
-    """
-
-    subset: str | None = None
-    splits: dict[str, str] = field(default_factory=dict)
-    columns: dict[str, str] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-
-    @property
-    def is_of_dataset(self) -> bool:
-        return self.subset is not None or bool(self.splits)
 
 
 def read_data(data: str, selection: Selection) -> dict[str, list[AnyRecord]]:
@@ -77,8 +60,7 @@ def records_of(name: str, rows: Iterable[Row], selection: Selection) -> list[Any
     records: list[AnyRecord] = []
     for where, content in rows:
         if not isinstance(content, str):
-            fields = Fields(where, content, selection.columns, selection.ignored)
-            records.append(read_record(fields))
+            records.append(read_record(Fields(where, content, selection)))
         elif selection.columns:
             raise MespError(f"{where} has no columns; leave out --columns.")
         elif content.strip():
@@ -183,10 +165,9 @@ def _whole(data: str, names: list[str]) -> list[str]:
 def _of_dataset(
     data: str, selection: Selection, names: Sequence[str] = ()
 ) -> dict[str, list[AnyRecord]]:
-    rows = read_dataset(data, selection.subset, selection.splits, names)
     return {
-        split: records_of(f"The {split} data of {data}", each, selection)
-        for split, each in rows.items()
+        split: records_of(f"The {split} data of {data}", rows, selection)
+        for split, rows in read_dataset(data, selection, names).items()
     }
 
 

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mesp.data.fields import Fields, refuse_unread
+from mesp.data.fields import Fields, Selection, refuse_unread
 from mesp.data.messages import CALLS
 from mesp.data.records import Conversation, Text, read_record
 from mesp.data.source_files import read_file, read_lines
@@ -66,7 +66,7 @@ def read_records(data: str, limit: int | None, ignored: tuple[str, ...] = ()) ->
 
 
 def _record(where: str, record: dict[str, Any], ignored: tuple[str, ...]) -> Record:
-    fields = Fields(where, record, ignored=ignored)
+    fields = Fields(where, record, Selection(ignored=ignored))
     if fields.has("choices"):
         question = _question(where, fields)
         refuse_unread([(where, fields.left())])
