@@ -44,12 +44,8 @@ class BundleWeights:
 
     def quantizations(self) -> Quantizations:
         arch = self.bundle.architecture
-        columns = {"lm_head": arch.hidden_size} | arch.embedding_columns
-        for i, block in enumerate(arch.blocks):
-            for module, (_, size) in block.matrices().items():
-                columns[f"model.layers.{i}.{module}"] = size
         found: dict[str, Quantization | None] = {}
-        for name, size in columns.items():
+        for name, size in ({"lm_head": arch.hidden_size} | arch.columns).items():
             file, array = self._place(f"{name}.weight")
             prefix = array.removesuffix("weight")
             found[name] = Quantization.of(self.layouts[file], prefix, size)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -101,9 +102,8 @@ class Architecture:
         residual = config.get("residual_multiplier") or 1.0
         embedding_scale = family.embedding_scale(config["hidden_size"])
         embedding_scale *= config.get("embedding_multiplier") or 1.0
-        mixers = tuple(dict.fromkeys(by_layer))
-        mlp_by_layer = mlps_by_layer(config, by_layer)
-        mlps = tuple(dict.fromkeys(mlp_by_layer))
+        mixers, layers = _kinds(by_layer)
+        mlps, mlp_layers = _kinds(mlps_by_layer(config, by_layer))
         biased = set(family.biases)
         if config.get("attention_bias"):
             biased |= {name for name, _ in family.attention}
@@ -125,9 +125,9 @@ class Architecture:
             hf_prefix=family.hf_prefix,
             biases=tuple(name for name, _ in family.attention + family.mlp if name in biased),
             mixers=mixers,
-            layers=tuple(map(mixers.index, by_layer)),
+            layers=layers,
             mlps=mlps,
-            mlp_layers=tuple(map(mlps.index, mlp_by_layer)),
+            mlp_layers=mlp_layers,
             hf_modules=tuple(each for each in family.hf_modules if modules.issuperset(each[1]))
             + tuple(each for mlp in mlps if mlp.experts for each in mlp.experts.hf_modules()),
             per_layer=PerLayerEmbedding(family.per_layer, config["hidden_size_per_layer_input"])
@@ -272,15 +272,9 @@ class Architecture:
 
     def first(self, count: int) -> Architecture:
         kept = self.blocks[:count]
-        mixers = tuple(dict.fromkeys(block.mixer for block in kept))
-        mlps = tuple(dict.fromkeys(block.mlp for block in kept))
-        return replace(
-            self,
-            mixers=mixers,
-            layers=tuple(mixers.index(block.mixer) for block in kept),
-            mlps=mlps,
-            mlp_layers=tuple(mlps.index(block.mlp) for block in kept),
-        )
+        mixers, layers = _kinds([block.mixer for block in kept])
+        mlps, mlp_layers = _kinds([block.mlp for block in kept])
+        return replace(self, mixers=mixers, layers=layers, mlps=mlps, mlp_layers=mlp_layers)
 
     @property
     def mlp_norm(self) -> str:
@@ -291,11 +285,7 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        tables = 1 if self.tie_word_embeddings else 2
-        ends = (tables * self.vocab_size + 1) * self.hidden_size
-        ends += sum(rows * columns for rows, columns in self.per_layer_shapes.values())
-        ends += self.per_layer.size if self.per_layer else 0
-        return ends + sum(block.num_parameters for block in self.blocks)
+        return sum(map(math.prod, self.tensors().values()))
 
     @property
     def per_layer_shapes(self) -> dict[str, tuple[int, int]]:
@@ -320,22 +310,20 @@ class Architecture:
             shapes |= {f"{name}.weight": shape for name, shape in self.per_layer_shapes.items()}
             shapes["model.per_layer_projection_norm.weight"] = (self.per_layer.size,)
         for index, block in enumerate(self.blocks):
-            its: dict[str, tuple[int, ...]] = {}
-            matrices = block.sizes() | block.frozen()
-            its |= {f"{name}.weight": size for name, size in matrices.items()}
-            for name, size in block.stacked().items():
-                its[f"{name}.weight"] = (block.num_experts, *size)
-            its |= {f"{name}.bias": (size,) for name, size in block.biases().items()}
-            its |= {name: (size,) for name, size in block.norms().items()}
-            its |= block.vectors()
-            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in its.items()}
+            its = block.tensors().items()
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in its}
         return shapes
 
     @property
-    def embedding_columns(self) -> dict[str, int]:
+    def columns(self) -> dict[str, int]:
+        """The number of columns of each matrix, by name. Stacked matrices have one entry."""
         columns = {"model.embed_tokens": self.hidden_size}
         columns |= {} if self.tie_word_embeddings else {"lm_head": self.hidden_size}
-        return columns | {name: size for name, (_, size) in self.per_layer_shapes.items()}
+        columns |= {name: size for name, (_, size) in self.per_layer_shapes.items()}
+        for index, block in enumerate(self.blocks):
+            its = block.matrices().items()
+            columns |= {f"model.layers.{index}.{name}": size for name, (_, size) in its}
+        return columns
 
 
 @dataclass(frozen=True)
@@ -443,25 +431,33 @@ class Block:
         Modules are [out, in]. Trainable experts add stacked matrices, [experts, out, in].
         """
         trained = self.mlp.experts is not None and self.mlp.experts.trained
-        stacked = self.stacked() if trained else {}
+        return self.sizes() | (self._stacks() if trained else {})
+
+    def _stacks(self) -> dict[str, tuple[int, ...]]:
+        return {name: (self.num_experts, *size) for name, size in self.stacked().items()}
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """As `Architecture.tensors`, with names within the block."""
+        matrices = self.sizes() | self.frozen() | self._stacks()
         return {
-            **self.sizes(),
-            **{name: (self.num_experts, *size) for name, size in stacked.items()},
+            **{f"{name}.weight": shape for name, shape in matrices.items()},
+            **{f"{name}.bias": (size,) for name, size in self.biases().items()},
+            **{name: (size,) for name, size in self.norms().items()},
+            **self.vectors(),
         }
 
     def lora_size(self, rank: int) -> int:
         shapes = self.adapted().values()
         return rank * sum(math.prod(stack) * (out + inp) for *stack, out, inp in shapes)
 
-    @property
-    def num_parameters(self) -> int:
-        weights = sum(out * inp for out, inp in (self.sizes() | self.frozen()).values())
-        weights += self.num_experts * sum(out * inp for out, inp in self.stacked().values())
-        vectors = sum(map(math.prod, self.vectors().values()))
-        return weights + vectors + sum(self.norms().values()) + sum(self.biases().values())
-
     def within(self, length: int) -> Block:
         return replace(self, mixer=self.mixer.within(length))
+
+
+def _kinds(by_layer: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Returns the different parts among those of the layers, and each layer's index in them."""
+    kinds = tuple(dict.fromkeys(by_layer))
+    return kinds, tuple(map(kinds.index, by_layer))
 
 
 def _index(layers: tuple[Any, ...], kinds: tuple[Any, ...]) -> bool:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 
@@ -14,7 +14,8 @@ from mesp.models.mlps import Experts
 
 
 def _modules(prefix: str, **layers: str) -> Modules:
-    """Returns linear layers with the projections that each computes, separated by spaces."""
+    """Returns linear layers, each with the projections that it computes or the layers that it
+    stacks, which are separated by spaces."""
     return tuple((f"{prefix}.{name}", tuple(each.split())) for name, each in layers.items())
 
 
@@ -25,21 +26,12 @@ def _gate_up_down(prefix: str, gate: str, up: str, down: str) -> Modules:
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SEPARATE_ATTENTION = _modules("self_attn", q_proj="q", k_proj="k", v_proj="v", o_proj="o")
 SEPARATE_MLP = _gate_up_down("mlp", *_PROJECTIONS)
-FUSED_ATTENTION = _modules("self_attn", qkv_proj="q k v", o_proj="o")
 GATED_DELTA_NET = _modules(
     "linear_attn", in_proj_qkv="qkv", in_proj_z="z", in_proj_b="b", in_proj_a="a", out_proj="out"
 )
-HEAD_GATE = _modules("self_attn", g_proj="g")
 SHORT_CONVOLUTION = _modules("conv", in_proj="in", out_proj="out")
 MAMBA2 = _modules("mamba", in_proj="in", out_proj="out")
 _LFM_MLP = _gate_up_down("feed_forward", "w1", "w3", "w2")
-FUSED_MLP = _modules("mlp", gate_up_proj="gate up", down_proj="down")
-# The MLP's layers in Hugging Face's checkpoints of Granite 4 without experts, each with the layers
-# that mlx-lm has in its place.
-_SHARED_MLP: Modules = (
-    ("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),
-    ("shared_mlp.output_linear", ("mlp.down_proj",)),
-)
 _GRANITE_EXPERTS = "block_sparse_moe.switch_mlp"
 
 
@@ -59,8 +51,6 @@ TRAINABLE = (
     "per_layer_input_gate", "per_layer_projection", EXPERTS,
 )  # fmt: skip
 
-
-EmbeddingFactor = Literal["one", "root", "rounded_root"]
 
 # Several names have the same formula.
 ACTIVATIONS = {
@@ -98,7 +88,7 @@ class Family:
     full_every: float = 1
     other_layers: str = "sliding_attention"  # the type of the other layers in `layer_types`
     has_no_rope_layers: bool = False
-    embedding_factor: EmbeddingFactor = "one"
+    embedding_factor: str = "one"  # "one", "root" or "rounded_root"
     takes: tuple[str, ...] = ()
     # values that the class sets, whatever config.json says
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -259,7 +249,7 @@ _GEMMA4 = Family(
     read=_read_gemma4,
 )
 _LFM2 = Family(
-    attention=(*SEPARATE_ATTENTION[:3], ("self_attn.out_proj", ("o",))),
+    attention=_modules("self_attn", q_proj="q", k_proj="k", v_proj="v", out_proj="o"),
     mlp=_LFM_MLP,
     qk_norm=True,
     other_layers="conv",
@@ -272,18 +262,14 @@ _LFM2 = Family(
     },
     read=_read_lfm2,
 )
+_QWEN3_EXPERTS = Experts("mlp.gate", "mlp.switch_mlp", "softmax", None)
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
     texts=("qwen3_5_moe_text",),
     mlx_type="qwen3_5_moe",
-    experts=Experts(
-        "mlp.gate", "mlp.switch_mlp", "softmax", None, mlp_gate="mlp.shared_expert_gate"
-    ),
+    experts=replace(_QWEN3_EXPERTS, mlp_gate="mlp.shared_expert_gate"),
     beside_experts=_gate_up_down("mlp.shared_expert", *_PROJECTIONS),
-    hf_experts=(
-        ("mlp.experts.gate_up_proj", ("mlp.switch_mlp.gate_proj", "mlp.switch_mlp.up_proj")),
-        ("mlp.experts.down_proj", ("mlp.switch_mlp.down_proj",)),
-    ),
+    hf_experts=_QWEN3_EXPERTS.hf_modules(),
     takes=(*_QWEN3_5.takes, "num_experts"),
     read=lambda config: {
         "intermediate_size": 0,
@@ -305,25 +291,22 @@ FAMILIES = {
     "qwen2": _QWEN2,
     "qwen2_5_vl": _in_several(_QWEN2, "qwen2_5_vl_text"),
     "qwen3": _QWEN3,
-    "qwen3_moe": replace(
-        _QWEN3,
-        experts=Experts("mlp.gate", "mlp.switch_mlp", "softmax", None),
-        takes=("num_experts",),
-    ),
+    "qwen3_moe": replace(_QWEN3, experts=_QWEN3_EXPERTS, takes=("num_experts",)),
     "qwen3_vl": _in_several(_QWEN3, "qwen3_vl_text"),
     "llama": _LLAMA,
     "smollm3": replace(_LLAMA, has_no_rope_layers=True),
     "granite": _LLAMA,
     "granitemoehybrid": Family(
-        hf_modules=_SHARED_MLP,
+        # mlx-lm has two layers in place of the first, in models without experts.
+        hf_modules=_modules(
+            "shared_mlp", input_linear="mlp.gate_proj mlp.up_proj", output_linear="mlp.down_proj"
+        ),
         experts=Experts("block_sparse_moe.router.layer", _GRANITE_EXPERTS, "softmax", None),
         beside_experts=_modules("shared_mlp", input_linear="gate up", output_linear="down"),
-        hf_experts=(
-            (
-                "block_sparse_moe.input_linear",
-                (f"{_GRANITE_EXPERTS}.gate_proj", f"{_GRANITE_EXPERTS}.up_proj"),
-            ),
-            ("block_sparse_moe.output_linear", (f"{_GRANITE_EXPERTS}.down_proj",)),
+        hf_experts=_modules(
+            "block_sparse_moe",
+            input_linear=f"{_GRANITE_EXPERTS}.gate_proj {_GRANITE_EXPERTS}.up_proj",
+            output_linear=f"{_GRANITE_EXPERTS}.down_proj",
         ),
         other_layers="mamba",
         takes=("attention_bias", "num_experts"),
@@ -357,7 +340,7 @@ FAMILIES = {
         read=_read_lfm2_moe,
     ),
     "lfm3": Family(
-        attention=(*SEPARATE_ATTENTION[:3], *HEAD_GATE, *SEPARATE_ATTENTION[3:]),
+        attention=_modules("self_attn", q_proj="q", k_proj="k", v_proj="v", g_proj="g", o_proj="o"),
         mlp=_LFM_MLP,
         qk_norm=True,
         post_norms=True,
@@ -373,8 +356,8 @@ FAMILIES = {
         read=_read_lfm3,
     ),
     "phi3": Family(
-        attention=FUSED_ATTENTION,
-        mlp=FUSED_MLP,
+        attention=_modules("self_attn", qkv_proj="q k v", o_proj="o"),
+        mlp=_modules("mlp", gate_up_proj="gate up", down_proj="down"),
         full_every=math.inf,
         takes=("partial_rotary_factor",),
     ),

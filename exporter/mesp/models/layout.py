@@ -13,13 +13,7 @@ from mesp.models.quantization_formats import Quantization
 # The page size of Apple's processors, in bytes. Memory-mapped files consist of whole pages.
 PAGE = 16384
 ALIGNMENT = 16  # words: every array starts on a 64-byte boundary
-DTYPES = {
-    "uint32": mx.uint32,
-    "uint8": mx.uint8,
-    "float32": mx.float32,
-    "float16": mx.float16,
-    "bfloat16": mx.bfloat16,
-}
+DTYPES = {name: getattr(mx, name) for name in ("uint32", "uint8", "float32", "float16", "bfloat16")}
 DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # the dtype in which a device computes
 
 Array = tuple[str, tuple[int, ...], str]  # name, shape and dtype of an array
@@ -147,12 +141,10 @@ def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype:
         (name, shape, "float32" if name in KEPT_WIDE else dtype)
         for name, shape in block.vectors().items()
     ]
-    for name, (rows, columns) in block.sizes().items():
+    for name, (rows, columns) in (block.sizes() | block.frozen()).items():
         arrays += quantizations[name].arrays(name + ".", rows, columns, dtype)
         if name in block.arch.biases:
             arrays.append((name + ".bias", (rows,), dtype))
-    for name, (rows, columns) in block.frozen().items():
-        arrays += quantizations[name].arrays(name + ".", rows, columns, dtype)
     stacked = [
         array
         for name, (rows, columns) in block.stacked().items()

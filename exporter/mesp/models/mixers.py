@@ -1,17 +1,29 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 
 Modules = tuple[tuple[str, tuple[str, ...]], ...]
 Shape = tuple[int, int]
 
 
-class _Mixer:
-    """What a mixer without sliding windows, norms of heads and other vectors has."""
+class Part:
+    """A part of a block, with linear layers."""
 
     modules: Modules
+
+    def _require(self, *sizes: Any, **sound: bool) -> None:
+        """Raises what `refuse_unsound` raises unless the sizes are sizes, all of `sound` holds, and
+        the modules compute the projections that `shapes` has.
+        """
+        refuse_unsound({"sizes": all(map(is_size, sizes)), **sound})
+        own = sorted(projections_of(self.modules))
+        refuse_unsound({"modules": own == sorted(self.shapes(1))})
+
+
+class _Mixer(Part):
+    """What a mixer without sliding windows, norms of heads and other vectors has."""
 
     def within(self, length: int) -> Self:
         """Returns the mixer for sequences of `length` tokens."""
@@ -23,14 +35,6 @@ class _Mixer:
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the weights outside of linear layers and of `norms`."""
         return {}
-
-    def _require(self, projections: Iterable[str], sizes: Iterable[Any], **sound: bool) -> None:
-        """Raises what `refuse_unsound` raises unless the mixer has these projections, the sizes are
-        sizes and all of `sound` holds.
-        """
-        own = sorted(projections_of(self.modules))
-        sound = {"sizes": all(map(is_size, sizes)), **sound, "modules": own == sorted(projections)}
-        refuse_unsound(sound)
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,7 @@ class AttentionMixer(_Mixer):
         numbers = [self.attention_scale, self.rope_scale]
         numbers += [] if cap is None else [cap]
         self._require(
-            self._projections,
-            sizes,
+            *sizes,
             numbers=all(map(is_positive, numbers)),
             flags=type(self.qk_norm) is type(self.output_gate) is type(self.v_norm) is bool,
             gates=not (self.output_gate and self.head_gate),
@@ -149,12 +152,10 @@ class GatedDeltaNet(_Mixer):
         return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
     def check(self) -> None:
-        sizes = (
+        self._require(
             self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim,
-            self.kernel_size,
+            self.kernel_size, num_value_heads=self.num_value_heads % self.num_key_heads == 0,
         )  # fmt: skip
-        divides = self.num_value_heads % self.num_key_heads == 0
-        self._require(("qkv", "z", "b", "a", "out"), sizes, num_value_heads=divides)
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class ShortConvolution(_Mixer):
         return {"conv.conv.weight": (hidden, self.kernel_size)}
 
     def check(self) -> None:
-        self._require(("in", "out"), (), kernel_size=is_size(self.kernel_size))
+        self._require(kernel_size=is_size(self.kernel_size))
 
 
 @dataclass(frozen=True)
@@ -220,24 +221,21 @@ class Mamba2Mixer(_Mixer):
         return {f"mamba.{name}": shape for name, shape in shapes.items()}
 
     def check(self) -> None:
-        sizes = (
+        self._require(
             self.num_heads, self.head_dim, self.num_groups, self.state_size, self.kernel_size,
+            num_groups=self.num_heads % self.num_groups == 0, norm_eps=is_positive(self.norm_eps),
         )  # fmt: skip
-        divides = self.num_heads % self.num_groups == 0
-        self._require(("in", "out"), sizes, num_groups=divides, norm_eps=is_positive(self.norm_eps))
 
 
 Mixer = AttentionMixer | GatedDeltaNet | ShortConvolution | Mamba2Mixer
-_TYPES = {
-    each.type: each for each in (AttentionMixer, GatedDeltaNet, ShortConvolution, Mamba2Mixer)
-}
 
 
 def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:
     fields = {**entry, "modules": modules_from_manifest(entry["modules"])}
     if "frequencies" in fields:
         fields["frequencies"] = tuple(fields["frequencies"])
-    return _TYPES[fields.pop("type")](**fields)
+    types = {each.type: each for each in get_args(Mixer)}
+    return types[fields.pop("type")](**fields)
 
 
 def modules_from_manifest(entry: list[list]) -> Modules:

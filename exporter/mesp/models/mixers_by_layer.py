@@ -55,12 +55,8 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
             if slides and not config.get("sliding_window") and family.full_every < math.inf:
                 raise unsupported("sliding_window", config.get("sliding_window"))
             mixers.append(_attention(config, slides, bool(rotates), keys_of))
-        elif layer_type == "linear_attention" and family.other_layers == layer_type:
-            mixers.append(_gated_delta_net(config))
-        elif layer_type == "conv" and family.other_layers == layer_type:
-            mixers.append(ShortConvolution(SHORT_CONVOLUTION, config["conv_L_cache"]))
-        elif layer_type == "mamba" and family.other_layers == layer_type:
-            mixers.append(_mamba2(config))
+        elif layer_type == family.other_layers:
+            mixers.append(_OTHERS[layer_type](config))
         else:
             raise unsupported("layer_types", layer_type)
     return mixers
@@ -90,6 +86,13 @@ def _mamba2(config: dict[str, Any]) -> Mamba2Mixer:
         kernel_size=config["mamba_d_conv"],
         norm_eps=config["rms_norm_eps"],
     )
+
+
+_OTHERS = {
+    "linear_attention": _gated_delta_net,
+    "conv": lambda config: ShortConvolution(SHORT_CONVOLUTION, config["conv_L_cache"]),
+    "mamba": _mamba2,
+}
 
 
 def _attention(

@@ -5,6 +5,7 @@ from typing import Any
 
 from mesp.models.mixers import (
     Modules,
+    Part,
     Shape,
     is_positive,
     is_size,
@@ -108,7 +109,7 @@ class MLP:
 
 
 @dataclass(frozen=True)
-class PerLayerEmbedding:
+class PerLayerEmbedding(Part):
     """The per-layer embedding term norm(out(act(gate(h)) ∘ p)), which a block adds to its output h.
 
     p [tokens, size] is computed from the tokens and the first block's input.
@@ -121,12 +122,7 @@ class PerLayerEmbedding:
         return {"ple_gate": (self.size, hidden), "ple_out": (hidden, self.size)}
 
     def check(self) -> None:
-        refuse_unsound(
-            {
-                "sizes": is_size(self.size),
-                "modules": sorted(projections_of(self.modules)) == ["ple_gate", "ple_out"],
-            }
-        )
+        self._require(self.size)
 
 
 def mlp_from_manifest(entry: dict[str, Any]) -> MLP:

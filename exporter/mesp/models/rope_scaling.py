@@ -28,8 +28,8 @@ def rope_frequencies(
     if rotated > 4096:
         raise ValueError(f"RoPE turns {rotated:,} numbers of a head")
     base = [theta ** (-i / rotated) for i in range(0, rotated, 2)]
-    frequencies, scale = SCALINGS[rope["rope_type"]].frequencies(base, rope, config)
-    return tuple(frequencies), scale
+    frequencies = SCALINGS[rope["rope_type"]].frequencies(base, rope, config)
+    return tuple(frequencies), rope.get("attention_factor") or 1.0
 
 
 def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -73,18 +73,14 @@ def _check_numbers(scaling: dict[str, Any]) -> None:
     refuse_unsound({k: is_positive(scaling[k]) for k in keys if scaling.get(k)})
 
 
-def _linear(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    return [f / scaling["factor"] for f in base], 1.0
-
-
-def _proportional(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
+def _proportional(base: list[float], scaling: dict, config: dict) -> list[float]:
     """Divides the frequencies of the first pairs by `factor`, and sets the others to 0."""
     turning = int((scaling.get("partial_rotary_factor") or 1.0) * len(base))
     turned = [f / scaling.get("factor", 1.0) for f in base[:turning]]
-    return turned + [0.0] * (len(base) - turning), 1.0
+    return turned + [0.0] * (len(base) - turning)
 
 
-def _llama3(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
+def _llama3(base: list[float], scaling: dict, config: dict) -> list[float]:
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     length = scaling["original_max_position_embeddings"]
     frequencies = []
@@ -92,36 +88,31 @@ def _llama3(base: list[float], scaling: dict, config: dict) -> tuple[list[float]
         turns = length * f / (2 * math.pi)
         kept = min(max((turns - low) / (high - low), 0.0), 1.0)
         frequencies.append(f * (kept + (1 - kept) / scaling["factor"]))
-    return frequencies, 1.0
+    return frequencies
 
 
-def _longrope(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
+def _longrope(base: list[float], scaling: dict, config: dict) -> list[float]:
     """Divides each pair's frequency by its own factor, which depends on the sequence length."""
     is_long = config.get("sequence_length", 1) > scaling["original_max_position_embeddings"]
     factors = scaling["long_factor" if is_long else "short_factor"]
-    return [f / slower for f, slower in zip(base, factors, strict=True)], scaling[
-        "attention_factor"
-    ]
+    return [f / slower for f, slower in zip(base, factors, strict=True)]
 
 
-def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
+def _yarn(base: list[float], scaling: dict, config: dict) -> list[float]:
     factor, size = scaling["factor"], 2 * len(base)
     length = scaling["original_max_position_embeddings"]
 
-    def pair(
-        turns: float,
-    ) -> float:  # the index of the pair that makes this many turns within the original length
-        return (
-            size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(scaling["rope_theta"]))
-        )
+    def pair(turns: float) -> float:
+        """Returns the index of the pair that makes this many turns within the original length."""
+        longest = length / (turns * 2 * math.pi)
+        return size * math.log(longest) / (2 * math.log(scaling["rope_theta"]))
 
     low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     ramp = [min(max((i - low) / ((high - low) or 0.001), 0.0), 1.0) for i in range(len(base))]
-    slowed = [f * (1 - r + r / factor) for f, r in zip(base, ramp, strict=True)]
-    return slowed, scaling["attention_factor"]
+    return [f * (1 - r + r / factor) for f, r in zip(base, ramp, strict=True)]
 
 
 def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
@@ -139,8 +130,7 @@ def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
 
 
 class Scaling(NamedTuple):
-    # Computes the scaled frequencies, and the factor of the rotated part of q and k.
-    frequencies: Callable[[list[float], dict, dict], tuple[list[float], float]]
+    frequencies: Callable[[list[float], dict, dict], list[float]]  # computes the scaled frequencies
     keys: frozenset[str] = frozenset()
 
 
@@ -149,23 +139,19 @@ COMMON = frozenset(
      "mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned")
 )  # fmt: skip
 _LENGTH = frozenset(("factor", "original_max_position_embeddings"))
-_LONGROPE = Scaling(_longrope, _LENGTH | {"long_factor", "short_factor", "attention_factor"})
+_YARN = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 SCALINGS: dict[str, Scaling] = {
-    "default": Scaling(lambda base, scaling, config: (base, 1.0)),
-    "mrope": Scaling(lambda base, scaling, config: (base, 1.0)),
-    "linear": Scaling(_linear, frozenset(("factor",))),
+    **dict.fromkeys(("default", "mrope"), Scaling(lambda base, scaling, config: base)),
+    "linear": Scaling(
+        lambda base, scaling, config: [f / scaling["factor"] for f in base], frozenset(("factor",))
+    ),
     "proportional": Scaling(_proportional, frozenset(("factor",))),
     "llama3": Scaling(_llama3, _LENGTH | {"low_freq_factor", "high_freq_factor"}),
-    "longrope": _LONGROPE,
-    "yarn": Scaling(
-        _yarn,
-        _LENGTH
-        | {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
-    ),
+    "longrope": Scaling(_longrope, _LENGTH | {"long_factor", "short_factor", "attention_factor"}),
+    "yarn": Scaling(_yarn, _LENGTH | _YARN),
 }
-_NAMES = {"su": "longrope"}
 
 
 def type_of(scaling: dict[str, Any]) -> str:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    return _NAMES.get(kind, kind)
+    return "longrope" if kind == "su" else kind

@@ -213,11 +213,7 @@ def check_quantizations(arch: Architecture, quantizations: Quantizations) -> Non
     """Raises MespError unless every matrix is quantized and its row length is a multiple of the
     group size.
     """
-    columns = arch.embedding_columns
-    for i, block in enumerate(arch.blocks):
-        for name, (_, inp) in block.matrices().items():
-            columns[f"model.layers.{i}.{name}"] = inp
-    for name, size in columns.items():
+    for name, size in arch.columns.items():
         group_size = quantizations.of(name).group_size
         if size % group_size:
             raise MespError(

@@ -333,7 +333,7 @@ def _llama3(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 1 << exponent,
         }
-        scaled, _ = SCALINGS["llama3"].frequencies(base, scaling, config)
+        scaled = SCALINGS["llama3"].frequencies(base, scaling, config)
         if len(scaled) == len(factors) and np.allclose(np.divide(base, scaled), factors, 1e-4):
             return scaling
     raise MespError(
