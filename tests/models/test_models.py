@@ -10,9 +10,9 @@ from helpers.models import FAMILIES, arrays_of, mlx_lm_model
 from mesp.block_function.rope import fast_rope
 from mesp.block_function.rope import rope as rope_of
 from mesp.errors import MespError
-from mesp.models import families
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete, for_mlx_lm
+from mesp.models.families import SEPARATE_MLP
 from mesp.models.short_names import KNOWN
 from mesp.models.tensor_names import name_here
 
@@ -21,18 +21,8 @@ from mesp.models.tensor_names import name_here
 def test_arrays_are_those_of_mlx_lm(name):
     blocks, layers = Architecture.from_config(FAMILIES[name]).blocks, mlx_lm_model(FAMILIES[name])
     for block, layer in zip(blocks, layers.layers, strict=True):
-        arrays = {f"{module}.weight": size for module, size in block.sizes().items()}
-        arrays |= {f"{module}.bias": (size,) for module, size in block.biases().items()}
-        arrays |= {norm: (size,) for norm, size in block.norms().items()}
-        arrays |= block.vectors()
-        arrays |= {f"{name}.weight": size for name, size in block.frozen().items()}
-        arrays |= {
-            f"{name}.weight": (block.mlp.experts.num_experts, *size)
-            for name, size in block.stacked().items()
-        }
         theirs = arrays_of(layer, block)
-        assert {name: array.shape for name, array in theirs.items()} == arrays
-        assert block.num_parameters == sum(array.size for array in theirs.values())
+        assert {name: array.shape for name, array in theirs.items()} == block.tensors()
 
 
 @pytest.mark.parametrize(
@@ -139,32 +129,6 @@ def test_manifest_keeps_everything(name):
         assert mixer["modules"][-1][1] in (["o"], ["out"])
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"hidden_size": 0},
-        {"layers": [0, 2]},
-        {"layers": []},
-        {"hidden_act": "relu"},
-        {"mlps": [{"modules": [["mlp.gate_proj", ["gate"]]], "intermediate_size": 128}]},
-        {"mlps": [{"modules": families.SEPARATE_MLP, "intermediate_size": 0}]},
-        {"mlps": []},
-        {"mlp_layers": [0]},
-        {"mlp_layers": [0, 1]},
-        {"biases": ["lm_head"]},
-        {"embedding_scale": "1"},
-        {"mixers": []},
-        {"hf_modules": [["mlp.gate_up_proj", ["mlp.gate_proj", "mlp.gate_proj"]]]},
-        {"hf_modules": [["mlp.gate_up_proj", ["gate", "up"]]]},
-        {"more": 1},
-    ],
-)
-def test_damaged_manifest_is_refused(damage):
-    entry = Architecture.from_config(FAMILIES["gemma2"]).to_manifest()
-    with pytest.raises((ValueError, TypeError, KeyError)):
-        Architecture.from_manifest(entry | damage)
-
-
 def test_layers_of_a_hybrid():
     qwen = {k: v for k, v in FAMILIES["qwen3_5"].items() if k != "full_attention_interval"}
     arch = Architecture.from_config({**qwen, "num_hidden_layers": 9})
@@ -235,18 +199,24 @@ def test_gemma4():
     assert all(name_here(f"model.{name}", "gemma4") is None for name in unused)
 
 
-@pytest.mark.parametrize("keys_of", [-1, 3, 4, 0.0, True])
-def test_a_block_takes_keys_of_one_before_that_has_such(keys_of):
-    entry = Architecture.from_config(FAMILIES["gemma4"]).to_manifest()
-    assert entry["layers"] == (0, 0, 1, 2, 3)
-    entry["mixers"][2]["keys_of"] = keys_of
-    with pytest.raises(ValueError, match="keys_of"):
-        Architecture.from_manifest(entry)
-
-
 @pytest.mark.parametrize(
     ("family", "mixer", "damage"),
     [
+        ("gemma2", None, {"hidden_size": 0}),
+        ("gemma2", None, {"layers": [0, 2]}),
+        ("gemma2", None, {"layers": []}),
+        ("gemma2", None, {"hidden_act": "relu"}),
+        ("gemma2", None, {"mlps": [{"modules": [["g", ["gate"]]], "intermediate_size": 128}]}),
+        ("gemma2", None, {"mlps": [{"modules": SEPARATE_MLP, "intermediate_size": 0}]}),
+        ("gemma2", None, {"mlps": []}),
+        ("gemma2", None, {"mlp_layers": [0]}),
+        ("gemma2", None, {"mlp_layers": [0, 1]}),
+        ("gemma2", None, {"biases": ["lm_head"]}),
+        ("gemma2", None, {"embedding_scale": "1"}),
+        ("gemma2", None, {"mixers": []}),
+        ("gemma2", None, {"hf_modules": [["gate_up", ["mlp.gate_proj", "mlp.gate_proj"]]]}),
+        ("gemma2", None, {"hf_modules": [["gate_up", ["gate", "up"]]]}),
+        ("gemma2", None, {"more": 1}),
         ("gemma2", 1, {"type": "mamba"}),
         ("gemma2", 1, {"head_dim": 8}),  # fewer dimensions than RoPE rotates
         ("gemma2", 1, {"num_key_value_heads": 3}),
@@ -265,10 +235,20 @@ def test_a_block_takes_keys_of_one_before_that_has_such(keys_of):
         ("lfm2", 0, {"modules": [["conv.in_proj", ["in", "out", "out"]]]}),
     ],
 )
-def test_damaged_mixer_is_refused(family, mixer, damage):
+def test_a_damaged_manifest_is_refused(family, mixer, damage):
     entry = Architecture.from_config(FAMILIES[family]).to_manifest()
-    entry["mixers"][mixer] |= damage
+    damaged = entry if mixer is None else entry["mixers"][mixer]
+    damaged |= damage
     with pytest.raises((ValueError, TypeError, KeyError)):
+        Architecture.from_manifest(entry)
+
+
+@pytest.mark.parametrize("keys_of", [-1, 3, 4, 0.0, True])
+def test_a_block_takes_keys_of_one_before_that_has_such(keys_of):
+    entry = Architecture.from_config(FAMILIES["gemma4"]).to_manifest()
+    assert entry["layers"] == (0, 0, 1, 2, 3)
+    entry["mixers"][2]["keys_of"] = keys_of
+    with pytest.raises(ValueError, match="keys_of"):
         Architecture.from_manifest(entry)
 
 
@@ -313,10 +293,8 @@ OF_ANOTHER_KIND = "its mixture of experts is of another kind"
             "low_freq_factor cannot be used",
         ),
         ("mistral", {"rope_scaling": YARN_ALONE, "max_position_embeddings": -1}, "original_m"),
-        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob to false"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "not valid .*experts' sizes"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "not valid .*experts' sizes"),
-        ("gemma4", {"num_experts": 8}, "num_experts to 8"),
         ("qwen3_moe", {"model_type": "olmoe"}, "norms q and k over all heads"),
         ("qwen2", {"model_type": "idefics3", "text_config": {}}, "several modalities"),
         ("qwen2", {"model_type": "mixtral", "num_local_experts": 8}, OF_ANOTHER_KIND),
@@ -327,45 +305,28 @@ OF_ANOTHER_KIND = "its mixture of experts is of another kind"
         ),
         ("gemma2", {"model_type": "gemma3n", "text_config": {}}, "four streams"),
         ("granitemoehybrid", {"layer_types": ["conv", "attention"]}, 'layer_types to "conv"'),
-        ("granite-mamba", {"mamba_proj_bias": True}, "mamba_proj_bias to true"),
-        ("granite-mamba", {"mamba_conv_bias": False}, "mamba_conv_bias to false"),
         ("granite-mamba", {"time_step_limit": [0.001, 100.0]}, "time_step_limit"),
         ("granite-mamba", {"mamba_n_groups": 2}, "mamba_n_groups to 2"),
         ("granite-mamba", {"mamba_d_state": 0}, "not valid .*sizes"),
         ("lfm2_moe", {"layer_types": None}, "lacks 'layer_types'"),
         ("gemma3", {"hidden_size": None}, "hidden_size"),
-        ("granite-moe", {"num_experts_per_tok": 7}, "not valid .*experts' sizes"),
-        ("gemma4", {"enable_moe_block": True}, "enable_moe_block"),
-        ("gemma4", {"attention_k_eq_v": True}, "attention_k_eq_v"),
+        (None, {"model_type": "gemma3"}, "lacks 'text_config'"),
         ("gemma4", {"vocab_size_per_layer_input": 64}, "vocab_size_per_layer_input to 64"),
-        ("gemma4", {"num_global_key_value_heads": 4}, "num_global_key_value_heads"),
         ("gemma4", {"hidden_size_per_layer_input": 0}, "not valid .*sizes"),
         ("gemma4", {"num_kv_shared_layers": 5}, "which share keys, is of the type"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "sliding_window to null"),
         ("minicpm", {"sparse_config": {"topk": 64}}, "sparse_config"),
-        ("qwen2", {"model_type": "olmo2"}, "norm only the outputs of attention and MLP"),
-        ("qwen2", {"model_type": "exaone4"}, "norm only the outputs of attention and MLP"),
-        ("qwen2", {"model_type": "glm4"}, "RoPE rotates neighbours"),
-        ("qwen2", {"model_type": "nemotron_h"}, "Mamba mixers"),
         ("qwen3", {"head_dim": 33}, "not valid .*frequencies"),
-        ("lfm2", {"conv_L_cache": 0}, "not valid .*kernel_size"),
-        ("qwen3_5", {"linear_key_head_dim": 0}, "not valid .*sizes"),
-        ("qwen3_5_moe", {"num_experts_per_tok": 7}, "not valid .*experts' sizes"),
         ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate"),
         ("qwen3_5", {"layer_types": ["mamba", "full_attention"]}, 'layer_types to "mamba"'),
         ("qwen3_5", {"layer_types": ["conv", "full_attention"]}, 'layer_types to "conv"'),
-        ("qwen3_5", {"linear_num_value_heads": 3}, "num_value_heads cannot be used"),
-        ("lfm2", {"conv_bias": True}, "conv_bias"),
         ("lfm3", {"use_attention_gate": False}, "use_attention_gate"),
         ("lfm3", {"use_sandwich_norm": False}, "use_sandwich_norm"),
         ("qwen2", {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e6}}, "ntk"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen2", {"hidden_act": "gelu"}, 'hidden_act to "gelu"'),
         ("gemma2", {"hidden_activation": "relu"}, 'hidden_activation to "relu"'),
-        ("qwen3", {"attention_bias": True}, "attention_bias"),
         ("llama", {"rope_scaling": LINEAR_IN_PART}, "partial_rotary_factor to 0.5"),
         ("llama", {"rope_traditional": True}, "rope_traditional"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "short_factor"),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
@@ -375,7 +336,7 @@ OF_ANOTHER_KIND = "its mixture of experts is of another kind"
 )
 def test_what_is_not_supported_is_named(family, change, named):
     with pytest.raises(MespError, match=named):
-        Architecture.from_config({**FAMILIES[family], **change})
+        Architecture.from_config({**FAMILIES.get(family, {}), **change})
 
 
 def test_layers_with_experts():
@@ -409,11 +370,6 @@ def test_granite_4_turns_as_transformers_has_it():
     assert Architecture.from_config(mamba | said) == Architecture.from_config(mamba)
     wide = {**config, "intermediate_size": 7, "shared_intermediate_size": 96}
     assert Architecture.from_config(wide).mlps[0].intermediate_size == 96
-
-
-def test_a_missing_text_config_is_named():
-    with pytest.raises(MespError, match="lacks 'text_config'"):
-        Architecture.from_config({"model_type": "gemma3"})
 
 
 @pytest.mark.parametrize(

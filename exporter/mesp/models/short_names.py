@@ -198,14 +198,19 @@ _PHI4_LONG_FACTOR = [
 _PHI4_ROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": _PHI4_LONG_FACTOR}
 
 
-def _tuned(repo: str, suffix: str = "-Instruct") -> tuple[str, str]:
-    return repo, repo + suffix
+def _named(*repos: str) -> dict[str, str]:
+    return {repo.split("/")[1]: repo for repo in repos}
+
+
+def _tuned(repo: str, suffix: str = "-Instruct", name: str | None = None) -> dict[str, str]:
+    name = name or repo.split("/")[1]
+    return {name: repo, name + suffix: repo + suffix}
 
 
 # Qwen2.5 models of 7B and more have another vocabulary size than smaller ones, and a separate head.
 _UNTIED = {"vocab_size": 152064, "tie_word_embeddings": False}
 
-# (ids on the Hugging Face Hub, licence, config.json that these models share)
+# (short names and ids on the Hugging Face Hub, licence, config.json that these models share)
 _MODELS = (
     (_tuned("Qwen/Qwen2.5-0.5B"), "apache-2.0", _qwen25(896, 24, 4864, 14, 2)),
     (_tuned("Qwen/Qwen2.5-1.5B"), "apache-2.0", _qwen25(1536, 28, 8960, 12, 2)),
@@ -213,11 +218,13 @@ _MODELS = (
     (_tuned("Qwen/Qwen2.5-7B"), "apache-2.0", _qwen25(3584, 28, 18944, 28, 4, **_UNTIED)),
     (_tuned("Qwen/Qwen2.5-14B"), "apache-2.0", _qwen25(5120, 48, 13824, 40, 8, **_UNTIED)),
     (_tuned("Qwen/Qwen2.5-32B"), "apache-2.0", _qwen25(5120, 64, 27648, 40, 8, **_UNTIED)),
-    (("Qwen/Qwen3-0.6B",), "apache-2.0", _qwen3(1024, 28, 3072, 16, 8)),
-    (("Qwen/Qwen3-1.7B",), "apache-2.0", _qwen3(2048, 28, 6144, 16, 8)),
-    (("Qwen/Qwen3-4B",), "apache-2.0", _qwen3(2560, 36, 9728, 32, 8)),
-    (("Qwen/Qwen3-8B",), "apache-2.0", _qwen3(4096, 36, 12288, 32, 8, tie_word_embeddings=False)),
-    (("Qwen/Qwen3-14B",), "apache-2.0", _qwen3(5120, 40, 17408, 40, 8, tie_word_embeddings=False)),
+    (_named("Qwen/Qwen3-0.6B"), "apache-2.0", _qwen3(1024, 28, 3072, 16, 8)),
+    (_named("Qwen/Qwen3-1.7B"), "apache-2.0", _qwen3(2048, 28, 6144, 16, 8)),
+    (_named("Qwen/Qwen3-4B"), "apache-2.0", _qwen3(2560, 36, 9728, 32, 8)),
+    (_named("Qwen/Qwen3-8B"), "apache-2.0",
+     _qwen3(4096, 36, 12288, 32, 8, tie_word_embeddings=False)),
+    (_named("Qwen/Qwen3-14B"), "apache-2.0",
+     _qwen3(5120, 40, 17408, 40, 8, tie_word_embeddings=False)),
     (_tuned("Qwen/Qwen3-30B-A3B", "-Base"), "apache-2.0", _QWEN3_MOE),
     (_tuned("Qwen/Qwen3.5-0.8B", "-Base"), "apache-2.0",
      _qwen35(1024, 24, 3584, 8, 2, linear_num_value_heads=16)),
@@ -226,13 +233,13 @@ _MODELS = (
     (_tuned("Qwen/Qwen3.5-4B", "-Base"), "apache-2.0",
      _qwen35(2560, 32, 9216, 16, 4, linear_num_value_heads=32)),
     (_tuned("Qwen/Qwen3.5-35B-A3B", "-Base"), "apache-2.0", _QWEN35_MOE),
-    (("LiquidAI/LFM2-350M", "LiquidAI/LFM2.5-350M"), "lfm1.0", _lfm2(1024, 6656, 16)),
-    (("LiquidAI/LFM2-700M",), "lfm1.0", _lfm2(1536, 10240, 24)),
-    (("LiquidAI/LFM2-1.2B", "LiquidAI/LFM2.5-1.2B-Base", "LiquidAI/LFM2.5-1.2B-Instruct"), "lfm1.0",
-     _lfm2(2048, 12288, 32)),
-    (("LiquidAI/LFM2-8B-A1B",), "lfm1.0", _lfm2_moe(65536, 1e6)),
+    (_named("LiquidAI/LFM2-350M", "LiquidAI/LFM2.5-350M"), "lfm1.0", _lfm2(1024, 6656, 16)),
+    (_named("LiquidAI/LFM2-700M"), "lfm1.0", _lfm2(1536, 10240, 24)),
+    (_named("LiquidAI/LFM2-1.2B") | {"LFM2.5-1.2B": "LiquidAI/LFM2.5-1.2B-Base"}
+     | _named("LiquidAI/LFM2.5-1.2B-Instruct"), "lfm1.0", _lfm2(2048, 12288, 32)),
+    (_named("LiquidAI/LFM2-8B-A1B"), "lfm1.0", _lfm2_moe(65536, 1e6)),
     (_tuned("LiquidAI/LFM2.5-8B-A1B", "-Base"), "lfm1.0", _lfm2_moe(128000, 5e6)),
-    (("LiquidAI/LFM3-1.7B-Base", "LiquidAI/LFM3-1.7B"), "lfm1.0", _LFM3),
+    (_named("LiquidAI/LFM3-1.7B-Base", "LiquidAI/LFM3-1.7B"), "lfm1.0", _LFM3),
     (_tuned("meta-llama/Llama-3.2-1B"), "llama3.2", _llama32(2048, 16, 8192, 32, 8, head_dim=64)),
     (_tuned("meta-llama/Llama-3.2-3B"), "llama3.2", _llama32(3072, 28, 8192, 24, 8, head_dim=128)),
     (_tuned("meta-llama/Llama-3.1-8B"), "llama3.1", _llama31(4096, 32, 14336, 32, 8)),
@@ -242,93 +249,67 @@ _MODELS = (
      _smollm2(960, 32, 2560, 15, 5, rope_theta=1e5)),
     (_tuned("HuggingFaceTB/SmolLM2-1.7B"), "apache-2.0",
      _smollm2(2048, 24, 8192, 32, 32, rope_theta=1.3e5)),
-    (("HuggingFaceTB/SmolLM3-3B",), "apache-2.0", _smollm3(2048, 36, 11008, 16, 4)),
-    (_tuned("google/gemma-3-270m", "-it"), "gemma",
+    (_named("HuggingFaceTB/SmolLM3-3B"), "apache-2.0", _smollm3(2048, 36, 11008, 16, 4)),
+    (_tuned("google/gemma-3-270m", "-it", "Gemma-3-270m"), "gemma",
      _gemma3(640, 18, 2048, 4, 1,
              layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3)),
-    (("google/gemma-3-1b-pt", "google/gemma-3-1b-it"), "gemma",
+    ({"Gemma-3-1B": "google/gemma-3-1b-pt", "Gemma-3-1B-it": "google/gemma-3-1b-it"}, "gemma",
      _gemma3(1152, 26, 6912, 4, 1, sliding_window_pattern=6)),
-    (("google/gemma-3-4b-pt", "google/gemma-3-4b-it"), "gemma",
+    ({"Gemma-3-4B": "google/gemma-3-4b-pt", "Gemma-3-4B-it": "google/gemma-3-4b-it"}, "gemma",
      {"model_type": "gemma3", "text_config": _gemma3(
          2560, 34, 10240, 8, 4, vocab_size=262208, max_position_embeddings=131072,
          sliding_window=1024, rope_scaling={"rope_type": "linear", "factor": 8.0})}),
-    (_tuned("google/gemma-4-E2B", "-it"), "apache-2.0",
+    (_tuned("google/gemma-4-E2B", "-it", "Gemma-4-E2B"), "apache-2.0",
      {"model_type": "gemma4", "text_config": _gemma4(1536, 35, 1, 6144, 5, 20, True)}),
-    (_tuned("google/gemma-4-E4B", "-it"), "apache-2.0",
+    (_tuned("google/gemma-4-E4B", "-it", "Gemma-4-E4B"), "apache-2.0",
      {"model_type": "gemma4", "text_config": _gemma4(2560, 42, 2, 10240, 6, 18, False)}),
-    (_tuned("google/gemma-2-2b", "-it"), "gemma", _gemma2(2304, 26, 9216, 8, 4)),
-    (_tuned("google/gemma-2-9b", "-it"), "gemma", _gemma2(3584, 42, 14336, 16, 8)),
-    (("ibm-granite/granite-3.3-2b-base", "ibm-granite/granite-3.3-2b-instruct"), "apache-2.0",
+    (_tuned("google/gemma-2-2b", "-it", "Gemma-2-2B"), "gemma", _gemma2(2304, 26, 9216, 8, 4)),
+    (_tuned("google/gemma-2-9b", "-it", "Gemma-2-9B"), "gemma", _gemma2(3584, 42, 14336, 16, 8)),
+    ({"Granite-3.3-2B": "ibm-granite/granite-3.3-2b-base",
+      "Granite-3.3-2B-Instruct": "ibm-granite/granite-3.3-2b-instruct"}, "apache-2.0",
      _granite(2048, 40, 8192, 32, 8, attention_multiplier=0.015625, logits_scaling=8.0)),
-    (("ibm-granite/granite-3.3-8b-base", "ibm-granite/granite-3.3-8b-instruct"), "apache-2.0",
+    ({"Granite-3.3-8B": "ibm-granite/granite-3.3-8b-base",
+      "Granite-3.3-8B-Instruct": "ibm-granite/granite-3.3-8b-instruct"}, "apache-2.0",
      _granite(4096, 40, 12800, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0)),
-    (("ibm-granite/granite-4.0-h-350m-base", "ibm-granite/granite-4.0-h-350m"), "apache-2.0",
+    ({"Granite-4.0-H-350M-Base": "ibm-granite/granite-4.0-h-350m-base",
+      "Granite-4.0-H-350M": "ibm-granite/granite-4.0-h-350m"}, "apache-2.0",
      _granite4h(768, 32, 2048, (10, 13, 17, 27), attention_multiplier=0.015625,
                 residual_multiplier=0.246, logits_scaling=3.0)),
-    (("ibm-granite/granite-4.0-h-1b-base", "ibm-granite/granite-4.0-h-1b"), "apache-2.0",
+    ({"Granite-4.0-H-1B-Base": "ibm-granite/granite-4.0-h-1b-base",
+      "Granite-4.0-H-1B": "ibm-granite/granite-4.0-h-1b"}, "apache-2.0",
      _granite4h(1536, 40, 4096, (5, 15, 25, 35), attention_multiplier=0.0078125,
                 residual_multiplier=0.22, logits_scaling=6.0)),
-    (("ibm-granite/granite-4.0-h-tiny-base", "ibm-granite/granite-4.0-h-tiny"), "apache-2.0",
+    ({"Granite-4.0-H-Tiny-Base": "ibm-granite/granite-4.0-h-tiny-base",
+      "Granite-4.0-H-Tiny": "ibm-granite/granite-4.0-h-tiny"}, "apache-2.0",
      _granite4h(1536, 40, 512, (5, 15, 25, 35), shared_intermediate_size=1024,
                 num_local_experts=64, num_experts_per_tok=6, attention_multiplier=0.0078125,
                 residual_multiplier=0.22, logits_scaling=6.0)),
-    (("microsoft/Phi-3-mini-4k-instruct",), "mit",
+    (_named("microsoft/Phi-3-mini-4k-instruct"), "mit",
      _phi3(3072, 32, 8192, 32, 32, vocab_size=32064, max_position_embeddings=4096,
            rope_scaling=None, sliding_window=2047, tie_word_embeddings=False)),
-    (("microsoft/Phi-4-mini-instruct",), "mit",
+    (_named("microsoft/Phi-4-mini-instruct"), "mit",
      _phi3(3072, 32, 8192, 24, 8, vocab_size=200064, max_position_embeddings=131072,
            rope_scaling=_PHI4_ROPE, partial_rotary_factor=0.75, sliding_window=262144,
            tie_word_embeddings=True)),
-    (("microsoft/phi-4",), "mit",
+    ({"Phi-4": "microsoft/phi-4"}, "mit",
      _phi3(5120, 40, 17920, 40, 10, vocab_size=100352, max_position_embeddings=16384,
            rope_theta=250000, rope_scaling=None, sliding_window=None, tie_word_embeddings=False)),
-    (("mistralai/Ministral-3-3B-Base-2512", "mistralai/Ministral-3-3B-Instruct-2512-BF16"),
-     "apache-2.0", _ministral3(3072, 26, 9216, 32, 8, is_tied=True)),
-    (("mistralai/Ministral-3-8B-Base-2512", "mistralai/Ministral-3-8B-Instruct-2512-BF16"),
-     "apache-2.0", _ministral3(4096, 34, 14336, 32, 8, is_tied=False)),
-    (("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"), "apache-2.0",
+    ({"Ministral-3-3B": "mistralai/Ministral-3-3B-Base-2512",
+      "Ministral-3-3B-Instruct": "mistralai/Ministral-3-3B-Instruct-2512-BF16"}, "apache-2.0",
+     _ministral3(3072, 26, 9216, 32, 8, is_tied=True)),
+    ({"Ministral-3-8B": "mistralai/Ministral-3-8B-Base-2512",
+      "Ministral-3-8B-Instruct": "mistralai/Ministral-3-8B-Instruct-2512-BF16"}, "apache-2.0",
+     _ministral3(4096, 34, 14336, 32, 8, is_tied=False)),
+    (_named("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"), "apache-2.0",
      _mistral(4096, 32, 14336, 32, 8)),
 )  # fmt: skip
-
-_SHORT_NAMES = {
-    "google/gemma-3-270m": "Gemma-3-270m",
-    "google/gemma-3-270m-it": "Gemma-3-270m-it",
-    "google/gemma-3-1b-pt": "Gemma-3-1B",
-    "google/gemma-3-1b-it": "Gemma-3-1B-it",
-    "google/gemma-3-4b-pt": "Gemma-3-4B",
-    "google/gemma-3-4b-it": "Gemma-3-4B-it",
-    "google/gemma-4-E2B": "Gemma-4-E2B",
-    "google/gemma-4-E2B-it": "Gemma-4-E2B-it",
-    "google/gemma-4-E4B": "Gemma-4-E4B",
-    "google/gemma-4-E4B-it": "Gemma-4-E4B-it",
-    "google/gemma-2-2b": "Gemma-2-2B",
-    "google/gemma-2-2b-it": "Gemma-2-2B-it",
-    "google/gemma-2-9b": "Gemma-2-9B",
-    "google/gemma-2-9b-it": "Gemma-2-9B-it",
-    "ibm-granite/granite-3.3-2b-base": "Granite-3.3-2B",
-    "ibm-granite/granite-3.3-2b-instruct": "Granite-3.3-2B-Instruct",
-    "ibm-granite/granite-3.3-8b-base": "Granite-3.3-8B",
-    "ibm-granite/granite-3.3-8b-instruct": "Granite-3.3-8B-Instruct",
-    "ibm-granite/granite-4.0-h-350m-base": "Granite-4.0-H-350M-Base",
-    "ibm-granite/granite-4.0-h-350m": "Granite-4.0-H-350M",
-    "ibm-granite/granite-4.0-h-1b-base": "Granite-4.0-H-1B-Base",
-    "ibm-granite/granite-4.0-h-1b": "Granite-4.0-H-1B",
-    "ibm-granite/granite-4.0-h-tiny-base": "Granite-4.0-H-Tiny-Base",
-    "ibm-granite/granite-4.0-h-tiny": "Granite-4.0-H-Tiny",
-    "microsoft/phi-4": "Phi-4",
-    "mistralai/Ministral-3-3B-Base-2512": "Ministral-3-3B",
-    "mistralai/Ministral-3-3B-Instruct-2512-BF16": "Ministral-3-3B-Instruct",
-    "mistralai/Ministral-3-8B-Base-2512": "Ministral-3-8B",
-    "mistralai/Ministral-3-8B-Instruct-2512-BF16": "Ministral-3-8B-Instruct",
-    "LiquidAI/LFM2.5-1.2B-Base": "LFM2.5-1.2B",
-}
 
 # Short name -> (id on the Hub, licence, config.json). Models of one geometry are adjacent and share
 # one config.json object.
 KNOWN: dict[str, tuple[str, str, dict[str, Any]]] = {
-    _SHORT_NAMES.get(repo, repo.split("/")[1]): (repo, license, config)
+    name: (repo, license, config)
     for repos, license, config in _MODELS
-    for repo in repos
+    for name, repo in repos.items()
 }
 
 

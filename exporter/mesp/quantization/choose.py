@@ -106,16 +106,13 @@ def _check_sections(name: str, config: dict[str, Any]) -> None:
 
 
 def _not_of_mlx(name: str, method: object) -> MespError:
+    instead = "the model it was made from, or one quantized by mlx-lm"
     if method == "bitnet":
-        return MespError(
-            f"{name} is quantized by bitnet, which is not supported; take a GGUF file of it with "
-            "blocks of TQ1_0 or TQ2_0, whose activations are not rounded here, or a model "
-            "quantized by mlx-lm."
+        instead = (
+            "a GGUF file of it with blocks of TQ1_0 or TQ2_0, whose activations are not rounded "
+            "here, or a model quantized by mlx-lm"
         )
-    return MespError(
-        f"{name} is quantized by {method}, which is not supported; take the model it "
-        "was made from, or one quantized by mlx-lm."
-    )
+    return MespError(f"{name} is quantized by {method}, which is not supported; take {instead}.")
 
 
 def find_quantizations(

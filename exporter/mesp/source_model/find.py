@@ -70,7 +70,10 @@ def find_source(model: str, random_weights: bool) -> Source:
         return _hub_source(model, random_weights)
     if match := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf)|:([\w.-]+))", model, re.I):
         repo, file, quantization = match.groups()
-        return _hub_gguf(repo, file or choose_gguf_file(repo, quantization))
+        file = file or choose_gguf_file(repo, quantization)
+        folder = download_gguf_file(repo, file)
+        source = _gguf_source(folder / file, folder)
+        return replace(source, id=f"{repo}/{file}", revision=folder.name)
     raise MespError(
         f"There is no model {model}; name a folder, a GGUF file, a model on the Hugging Face Hub "
         "such as Qwen/Qwen2.5-0.5B, demo, or a short name that `mesp models` lists."
@@ -136,9 +139,3 @@ def _gguf_source(file: Path, repository: Path) -> Source:
         license = License.of_card(repository / "README.md")
     name = file.name[: -len(".gguf")]
     return Source(name, name, config, folder, None, license, gguf, temporary)
-
-
-def _hub_gguf(repo: str, file: str) -> Source:
-    folder = download_gguf_file(repo, file)
-    source = _gguf_source(folder / file, folder)
-    return replace(source, id=f"{repo}/{file}", revision=folder.name)

@@ -121,13 +121,10 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_output.bias" in gguf.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in gguf.tensors,
         "bos_token_id": begin if type(begin) is int else None,
+        "max_position_embeddings": its.get("context_length") or None,
+        "original_max_position_embeddings": its.get("rope.scaling.original_context_length") or None,
+        "sliding_window": its.get("attention.sliding_window") or None,
     }
-    for key, theirs in (
-        ("max_position_embeddings", "context_length"),
-        ("original_max_position_embeddings", "rope.scaling.original_context_length"),
-        ("sliding_window", "attention.sliding_window"),
-    ):
-        config[key] = its.get(theirs) or None
     if (its.get("attention.value_length") or head_dim) != head_dim:
         raise MespError(
             f"{gguf.path} has values of another size than keys, which is not supported."
@@ -208,12 +205,10 @@ def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
         "conv_L_cache": its.require("shortconv.l_cache"),
         "conv_bias": False,
         "block_dim": config["hidden_size"],
-        "block_ff_dim": config["intermediate_size"],
         "block_multiple_of": 1,
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
         "norm_eps": config["rms_norm_eps"],
-        "tie_embedding": config["tie_word_embeddings"],
     }
 
 
@@ -283,13 +278,10 @@ def _rope_scaling(its: _Metadata, config: dict[str, Any]) -> dict[str, Any] | No
     if (slows and (has_long or has_factors)) or (attention_factor != 1 and not has_long):
         raise otherwise
     if has_long:
-        factors = {
-            f"{size}_factor": _factors(its.gguf, f"rope_factors_{size}.weight")
-            for size in ("short", "long")
-        }
         return {
             "type": "longrope",
-            **factors,
+            "short_factor": _factors(its.gguf, "rope_factors_short.weight"),
+            "long_factor": _factors(its.gguf, "rope_factors_long.weight"),
             "original_max_position_embeddings": length,
             "attention_factor": attention_factor,
         }
@@ -322,8 +314,7 @@ def _factors(gguf: GGUF, name: str) -> list[float]:
 
 def _llama3(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     factors = np.array(_factors(its.gguf, "rope_freqs.weight"))
-    size = config["head_dim"]
-    theta = config["rope_theta"]
+    size, theta = config["head_dim"], config["rope_theta"]
     base = [theta ** (-i / size) for i in range(0, size, 2)] if 0 < size <= 4096 else []
     for exponent in range(3, 21):
         scaling = {

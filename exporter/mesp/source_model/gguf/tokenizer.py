@@ -72,9 +72,8 @@ def write_tokenizer(file: GGUF, folder: Path) -> None:
         special = _special_tokens(file, tokens)
         tokenizer = _byte_level(file, tokens) if kind == "gpt2" else _pieces(file, tokens, types)
         _add_tokens(tokenizer, file, tokens, types)
-        tokenizer.post_processor = (
-            _template(file, kind, tokens, special) or tokenizer.post_processor
-        )
+        if template := _template(file, kind, tokens, special):
+            tokenizer.post_processor = template
         tokenizer.save(str(folder / "tokenizer.json"))
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise MespError(f"The tokenizer of {file.path} is not valid ({error}).") from error
@@ -126,14 +125,13 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
     merges = file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
         raise ValueError("it has no merges")
-    pairs = []
+    vocabulary, pairs = {token: i for i, token in enumerate(tokens)}, []
     for merge in merges:
         cut = merge.find(" ", 1)
-        pairs.append((merge[:cut], merge[cut + 1 :]))
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    for first, second in pairs:
+        first, second = merge[:cut], merge[cut + 1 :]
         if not {first, second, first + second} <= vocabulary.keys():
             raise ValueError("a merge has a part that is not a token")
+        pairs.append((first, second))
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=name in _WHOLE_WORDS))
     pattern = PRE_TOKENIZERS[name]
     steps: list[Any] = []
@@ -173,17 +171,10 @@ def _pieces(file: GGUF, tokens: list[str], types: np.ndarray) -> Tokenizer:
     order = np.array(found).reshape(-1, 3)
     order = order[np.lexsort((order[:, 2], order[:, 1], -scores[order[:, 0]]))]
     merges = [(tokens[left], tokens[right]) for _, left, right in order.tolist()]
-    unknown = [tokens[i] for i in np.flatnonzero(types == _UNKNOWN).tolist()[:1]]
-    unknown += [each for each in ("<unk>",) if each in vocabulary]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocabulary,
-            merges,
-            unk_token=unknown[0] if unknown else None,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    unknown = [tokens[i] for i in np.flatnonzero(types == _UNKNOWN).tolist()]
+    unknown += ["<unk>"] if "<unk>" in vocabulary else [None]
+    model = models.BPE(vocabulary, merges, unk_token=unknown[0], fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
     decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.metadata.get("tokenizer.ggml.add_space_prefix", True):
         steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -201,21 +192,17 @@ def _add_tokens(tokenizer: Tokenizer, file: GGUF, tokens: list[str], types: np.n
     strips = file.metadata.get("general.architecture") == "phi3" and (
         file.metadata.get("tokenizer.ggml.model") == "llama"
     )
-    for kind, add in (
-        (_CONTROL, tokenizer.add_special_tokens),
-        (_UNKNOWN, tokenizer.add_special_tokens),
-        (_USER_DEFINED, tokenizer.add_tokens),
-    ):
+    for kind in (_CONTROL, _UNKNOWN, _USER_DEFINED):
+        is_special = kind != _USER_DEFINED
+        add = tokenizer.add_special_tokens if is_special else tokenizer.add_tokens
+        its = [tokens[i] for i in np.flatnonzero(types == kind).tolist() if tokens[i]]
+        keeps = ("<unk>", "<s>", "<|endoftext|>")
         add(
             [
                 AddedToken(
-                    tokens[i],
-                    special=kind != _USER_DEFINED,
-                    normalized=False,
-                    rstrip=strips and tokens[i] not in ("<unk>", "<s>", "<|endoftext|>"),
+                    t, special=is_special, normalized=False, rstrip=strips and t not in keeps
                 )
-                for i in np.flatnonzero(types == kind).tolist()
-                if tokens[i]
+                for t in its
             ]
         )
 

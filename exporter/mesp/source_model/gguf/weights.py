@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -31,8 +32,7 @@ class GGUFWeights:
         self.file, self.arch, self.names = file, arch, Names(arch)
         self.quantized: tuple[Any, tuple[mx.array, ...]] = (None, ())
         self.blocks = {f"model.layers.{i}.": block for i, block in enumerate(arch.blocks)}
-        self.matrices = ["model.embed_tokens", *(["lm_head"] * (not arch.tie_word_embeddings))]
-        self.matrices += [prefix + n for prefix, b in self.blocks.items() for n in b.matrices()]
+        self.matrices = list(arch.columns)
         self.types = Counter()
         for name in self.matrices:
             tensor = self._tensor(f"{name}.weight")
@@ -88,14 +88,12 @@ class GGUFWeights:
 
         if not self.is_quantized_file:
             return f"{share(UNQUANTIZED)} quantized"
-        parts = []
-        if share(UNQUANTIZED):
-            parts.append(f"{share(UNQUANTIZED)} quantized to {WIDE.bits} bits")
-        if again := share(REQUANTIZED):
-            parts.insert(0, f"{again} quantized again to {WIDE.bits} bits")
-        if exact := share(tuple(CARRIED)):
-            parts.insert(0, f"{exact} carried over exactly")
-        return "; ".join(parts)
+        parts = {
+            "carried over exactly": share(tuple(CARRIED)),
+            f"quantized again to {WIDE.bits} bits": share(REQUANTIZED),
+            f"quantized to {WIDE.bits} bits": share(UNQUANTIZED),
+        }
+        return "; ".join(f"{part} {how}" for how, part in parts.items() if part)
 
     def is_quantized(self, name: str) -> bool:
         return self.is_quantized_file
@@ -127,15 +125,16 @@ class GGUFWeights:
             raise MespError(f"{self.file.path} has {theirs} of {len(tensor.shape)} dimensions.")
         return tensor
 
-    def _block(self, name: str) -> tuple[Block | None, str]:
+    def _order(
+        self, name: str, find: Callable[[Block, str], np.ndarray | None]
+    ) -> np.ndarray | None:
         for prefix, block in self.blocks.items():
             if name.startswith(prefix):
-                return block, name.removeprefix(prefix)
-        return None, name
+                return find(block, name.removeprefix(prefix))
+        return None
 
     def _data(self, name: str, tensor: Tensor, rows: slice) -> np.ndarray:
-        block, local = self._block(name)
-        order = None if block is None else self.names.rows(block, local)
+        order = self._order(name, self.names.rows)
         if order is None:
             return tensor.data[rows]
         if len(order) != len(tensor.data):
@@ -167,7 +166,7 @@ class GGUFWeights:
 
     def _decode(self, module: str, tensor: Tensor, rows: slice) -> tuple[np.ndarray, ...]:
         codes, *others = arrays(tensor.type, self._data(f"{module}.weight", tensor, rows))
-        order = self._columns(module)
+        order = self._order(module, self.names.columns)
         if order is None:
             return codes, *others
         group = codes.shape[1] // others[0].shape[1]
@@ -180,21 +179,16 @@ class GGUFWeights:
             )
         return codes[:, order], *(each[:, groups[:, 0] // group] for each in others)
 
-    def _columns(self, module: str) -> np.ndarray | None:
-        block, local = self._block(module)
-        return None if block is None else self.names.columns(block, local)
-
     def _floats(self, name: str, tensor: Tensor, rows: slice) -> mx.array:
         if len(tensor.shape) == 1:
             array = _numbers(tensor, tensor.data)[0]
-            block, local = self._block(name)
-            order = None if block is None else self.names.rows(block, local)
+            order = self._order(name, self.names.rows)
             if order is not None and len(order) == len(array):
                 array = array[mx.array(order)]
             array = array[rows]
             return mx.log(-array) if name.endswith("A_log") else array
         array = _numbers(tensor, self._data(name, tensor, rows))
-        order = self._columns(name.removesuffix(".weight"))
+        order = self._order(name.removesuffix(".weight"), self.names.columns)
         if order is not None and len(order) == array.shape[1]:
             array = array[:, mx.array(order)]
         return array
