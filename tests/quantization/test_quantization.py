@@ -8,15 +8,22 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from mlx.utils import tree_unflatten
-from mlx_lm.utils import load_model
 
-from helpers.models import FAMILIES, TEXT, TINY, mlx_lm_model, random_tensors, write_model
+from helpers.commands import call
+from helpers.exports import refused
+from helpers.models import (
+    FAMILIES,
+    TEXT,
+    TINY,
+    mlx_lm_model,
+    random_tensors,
+    write_mixed_model,
+    write_model,
+)
 from mesp.block_function.dequantize import pack, unpack
 from mesp.bundle.reader import Bundle
 from mesp.bundle.to_source_model import to_source_model
-from mesp.commands.export import main
 from mesp.models.architecture import Architecture
 from mesp.models.quantization_formats import AFFINE, Quantization
 from mesp.quantization import least_squares, quantize_rows
@@ -28,30 +35,17 @@ from mesp.source_model.forward_pass import SourceModel
 from mesp.source_model.quantization_loss import measure_loss
 from mesp.source_model.safetensors import SafetensorsWeights
 
-DTYPES = [mx.float32, mx.bfloat16]
+pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def export(*arguments: object) -> str:
-    options = ["--out", "out.mesp", "--overwrite", "--seq-len", "8"]
-    result = CliRunner().invoke(main, [*map(str, arguments), *options])
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    options = ("--out", "out.mesp", "--overwrite", "--seq-len", 8)
+    return call("export", *arguments, *options).stdout
 
 
-def refused(*arguments: object) -> str:
-    result = CliRunner().invoke(main, [*map(str, arguments), "--out", "out.mesp"])
-    assert result.exit_code == 2 and not Path("out.mesp").exists()
-    return result.stderr
-
-
-def weights_of(path: str = "out.mesp") -> dict[str, str]:
-    files = Bundle(path).manifest.files
+def weights_of() -> dict[str, str]:
+    files = Bundle("out.mesp").manifest.files
     return {file.path: file.sha256 for file in files if file.path.endswith(".bin")}
-
-
-@pytest.fixture(autouse=True)
-def working_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def values(packed: tuple[mx.array, ...], quantization: Quantization) -> mx.array:
@@ -60,38 +54,34 @@ def values(packed: tuple[mx.array, ...], quantization: Quantization) -> mx.array
     return mx.dequantize(weight, scales, biases, quantization.group_size, quantization.bits)
 
 
-def draw(kind: str, shape: tuple[int, int]) -> mx.array:
-    normal = mx.random.normal(shape, key=mx.random.key(1))
-    return {
-        "normal": normal,
-        "heavy": normal**5,
-        "shifted": 0.1 * normal + 7,
-        "tiny": normal * 1e-12,
-        "zeros": mx.zeros(shape),
-        "constant": mx.full(shape, -0.3),
-        "outliers": mx.where(mx.arange(shape[1]) % 50 == 0, 100 * normal, normal),
-        "one": mx.where(mx.arange(shape[1]) == 3, normal, 0.0),
-    }[kind]
+_NORMAL = mx.random.normal((24, 256), key=mx.random.key(1))
+MATRICES = {
+    "normal": _NORMAL,
+    "heavy": _NORMAL**5,
+    "shifted": 0.1 * _NORMAL + 7,
+    "tiny": _NORMAL * 1e-12,
+    "zeros": mx.zeros((24, 256)),
+    "constant": mx.full((24, 256), -0.3),
+    "outliers": mx.where(mx.arange(256) % 50 == 0, 100 * _NORMAL, _NORMAL),
+    "one": mx.where(mx.arange(256) == 3, _NORMAL, 0.0),
+}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "kind", ["normal", "heavy", "shifted", "tiny", "zeros", "constant", "outliers", "one"]
-)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("kind", MATRICES)
 def test_error_is_at_most_that_of_the_nearest(kind, dtype):
-    shape = (24, 256)
-    matrix = draw(kind, shape)
-    spread = mx.exp(3 * mx.random.normal((shape[1],), key=mx.random.key(2)))
-    for moments in (None, spread, mx.where(mx.arange(shape[1]) < 64, 0.0, spread), 0 * spread):
+    matrix = MATRICES[kind]
+    spread = mx.exp(3 * mx.random.normal((256,), key=mx.random.key(2)))
+    for moments in (None, spread, mx.where(mx.arange(256) < 64, 0.0, spread), 0 * spread):
         for bits, size in ((2, 32), (3, 64), (4, 32), (4, 64), (4, 128), (5, 64), (6, 64), (8, 64)):
             quantization = Quantization(bits, size)
             found = least_squares.quantize(matrix, quantization, moments, dtype)
-            nearest = [mx.quantize(matrix, size, bits)]
-            nearest = [(nearest[0][0], *(each.astype(dtype) for each in nearest[0][1:]))]
-            m = least_squares.damp(moments, shape[1])
+            packed, *others = mx.quantize(matrix, size, bits)
+            nearest = (packed, *(each.astype(dtype) for each in others))
+            m = least_squares.damp(moments, 256)
             errors = [
                 (m * mx.square(matrix - values(each, quantization))).reshape(-1, size).sum(axis=1)
-                for each in (found, *nearest)
+                for each in (found, nearest)
             ]
             assert mx.isfinite(errors[0]).all()
             slack = 1e-6 * (m * mx.square(matrix)).reshape(-1, size).sum(axis=1)
@@ -135,11 +125,9 @@ def test_codes_make_up_for_each_others_errors():
     assert error(products) <= 0.75 * error(mx.diag(products))
 
 
-@pytest.mark.parametrize(
-    "kind", ["normal", "heavy", "shifted", "tiny", "zeros", "constant", "outliers", "one"]
-)
+@pytest.mark.parametrize("kind", MATRICES)
 def test_descent_never_adds_error(kind):
-    matrix, products = draw(kind, (24, 256)), products_of(correlated(300, 256))
+    matrix, products = MATRICES[kind], products_of(correlated(300, 256))
     products = mx.where(mx.arange(256) < 3, 0.0, products)  # inputs that are always zero
     products = mx.where(mx.arange(256)[:, None] < 3, 0.0, products)
     for bits, size in ((2, 32), (4, 64), (5, 64), (8, 128)):
@@ -158,7 +146,7 @@ def test_descent_never_adds_error(kind):
 
 
 def test_independent_inputs_leave_the_codes_as_they_are():
-    matrix = mx.random.normal((24, 256), key=mx.random.key(1))
+    matrix = MATRICES["normal"]
     moments = mx.exp(mx.random.normal((256,), key=mx.random.key(2)))
     quantization = Quantization()
     found, plain = (
@@ -210,8 +198,7 @@ class Recorder(nn.Module):
 
 def source_model(config: dict) -> SourceModel:
     folder = write_model(Path("model"), config, tokenizer=False)
-    config = json.loads((folder / "config.json").read_text())
-    arch = Architecture.from_config(config)
+    arch = Architecture.from_config(json.loads((folder / "config.json").read_text()))
     return SourceModel(SafetensorsWeights(folder, arch), arch, Quantizations(Quantization()))
 
 
@@ -242,10 +229,9 @@ def test_moments_are_of_what_mlx_lm_multiplies(name):
             for ours, theirs in ((sums, mx.diag(expected)), (of_pairs[module], expected)):
                 assert ours.shape == theirs.shape
                 assert mx.linalg.norm(ours - theirs) <= 1e-4 * mx.linalg.norm(theirs), module
-    final = source.final(moments.xs[1])
-    expected = sum(mx.square(source.final(x)[0]).sum(axis=0) for x in moments.xs)
-    assert mx.allclose(moments.of_head(), expected)
-    z = source.logits(final, slice(0, config["vocab_size"]))[0]
+    final = [source.final(x)[0] for x in moments.xs]
+    assert mx.allclose(moments.of_head(), sum(mx.square(x).sum(axis=0) for x in final))
+    z = source.logits(final[1], slice(0, config["vocab_size"]))
     assert mx.linalg.norm(z - logits[1]) <= 1e-4 * mx.linalg.norm(logits[1])
 
 
@@ -277,11 +263,10 @@ def test_calibrating_counts(tiny):
     export("--model", tiny)
     digests = [weights_of()]
     Path("text.txt").write_text(TEXT)
-    for _ in range(2):
-        export("--model", tiny, "--calibrate", "text.txt")
+    calibrated = ("--calibrate", "text.txt")
+    for options in (calibrated, calibrated, ("--quantize", "nearest")):
+        export("--model", tiny, *options)
         digests.append(weights_of())
-    export("--model", tiny, "--quantize", "nearest")
-    digests.append(weights_of())
     assert digests[1] == digests[2]
     assert len({json.dumps(each) for each in digests}) == 3
     name = "model.layers.1.self_attn.o_proj.weight"
@@ -321,11 +306,7 @@ def test_what_quantizes_otherwise_is_refused(tiny):
     for option in ("--calibrate", "--measure"):
         assert f"which {option} needs" in refused("--model", bare, option, "python-docs")
     assert "There is no data nothing" in refused("--model", tiny, "--calibrate", "nothing")
-    quantized = Path("quantized")
-    config = {**TINY, "quantization": {"bits": 4, "group_size": 64}}
-    model, _ = load_model(tiny)
-    nn.quantize(model, 64, 4)
-    write_model(quantized, config, dict(nn.utils.tree_flatten(model.parameters())))
+    quantized = write_mixed_model(Path("quantized"), TINY)
     for option in (["--calibrate", "python-docs"], ["--head-bits", 6]):
         assert "leave out" in refused("--model", quantized, *option)
 
@@ -377,10 +358,7 @@ def test_memory_is_that_of_tiles(tmp_path):
     folder = write_model(Path("model"), config, tokenizer=False)
     peaks = []
     for how in ("nearest", "least-squares"):
-        arguments = ["--model", folder, "--seq-len", 8, "--quantize", how, "--out", f"{how}.mesp"]
-        done = subprocess.run(
-            [sys.executable, "-c", PEAK_OF_EXPORT, *map(str, arguments)],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        peaks.append(int(done.stdout.splitlines()[-1]))
+        options = ["--model", folder, "--seq-len", "8", "--quantize", how, "--out", f"{how}.mesp"]
+        output = subprocess.check_output([sys.executable, "-c", PEAK_OF_EXPORT, *options])
+        peaks.append(int(output.splitlines()[-1]))
     assert peaks[1] - peaks[0] <= 40e6, peaks

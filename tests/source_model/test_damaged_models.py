@@ -31,31 +31,23 @@ def test_damaged_index(model):
     assert "model.safetensors.index.json cannot be read" in refused("--model", model)
 
 
-def test_missing_tensor():
-    tensors = random_tensors(TINY)
-    del tensors["model.layers.2.mlp.up_proj.weight"]
-    folder = write_model(Path("model"), TINY, tensors)
-    assert "lack model.layers.2.mlp.up_proj.weight" in refused("--model", folder)
+UP = "model.layers.2.mlp.up_proj.weight"
+EXPERTS = "model.layers.1.mlp.switch_mlp.gate_proj.weight"
 
 
-def test_tensor_of_a_type_that_is_not_supported():
-    tensors = random_tensors(TINY)
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(mx.int8)
-    folder = write_model(Path("model"), TINY, tensors)
-    assert "model.norm.weight in model is of type I8" in refused("--model", folder)
-
-
-def test_more_experts_than_a_block_may_have():
-    tensors = random_tensors(FAMILIES["qwen3_moe"])
-    tensors["model.layers.1.mlp.switch_mlp.gate_proj.weight"] = mx.zeros((4097, 0, 1))
-    folder = write_model(Path("model"), FAMILIES["qwen3_moe"], tensors)
-    assert "model.safetensors are truncated or damaged" in refused("--model", folder)
-
-
-def test_weights_that_do_not_fit_the_config(model):
-    config = {**TINY, "intermediate_size": 384}
-    (model / "config.json").write_text(json.dumps(config))
-    assert "mlp.gate_proj.weight is [320, 128], not [384, 128]" in refused("--model", model)
+@pytest.mark.parametrize(
+    ("config", "name", "tensor", "said"),
+    [
+        (TINY, UP, None, f"lack {UP}"),
+        (TINY, "model.norm.weight", mx.ones(128, mx.int8), "norm.weight in model is of type I8"),
+        (TINY, UP, mx.zeros((384, 128)), "mlp.up_proj.weight is [384, 128], not [320, 128]"),
+        (FAMILIES["qwen3_moe"], EXPERTS, mx.zeros((4097, 0, 1)), "are truncated or damaged"),
+    ],
+)
+def test_tensors_that_do_not_fit(config, name, tensor, said):
+    tensors = random_tensors(config) | {name: tensor}
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    assert said in refused("--model", write_model(Path("model"), config, given))
 
 
 Q4 = {"bits": 4, "group_size": 64}
@@ -98,8 +90,7 @@ def test_part_of_a_multimodal_model():
 
 
 def test_quantized_model_stays_as_it_is(model):
-    config = {**TINY, "quantization": {"bits": 4, "group_size": 64}}
-    (model / "config.json").write_text(json.dumps(config))
+    (model / "config.json").write_text(quantized(**Q4))
     said = "leave out --mode, --bits, --head-bits and --group-size"
     for option in (("--bits", 8), ("--group-size", 32), ("--mode", "nvfp4")):
         assert said in refused("--model", model, *option)

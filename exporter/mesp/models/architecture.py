@@ -20,9 +20,8 @@ from mesp.models.mixers import (
     projections_of,
     refuse_unsound,
 )
-from mesp.models.mixers_by_layer import mixers_by_layer
 from mesp.models.mlps import MLP, PerLayerEmbedding, mlp_from_manifest, per_layer_from_manifest
-from mesp.models.mlps_by_layer import mlps_by_layer
+from mesp.models.parts_by_layer import mixers_by_layer, mlps_by_layer
 
 PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer"
 PER_LAYER_PROJECTION = "model.per_layer_model_projection"

@@ -147,20 +147,19 @@ def _lfm2(hidden: int, block_ff_dim: int, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_LFM3 = {
-    "model_type": "lfm3", "hidden_size": 2048, "num_hidden_layers": 24, "intermediate_size": 7680,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "conv_L_cache": 7,
-    "layer_types": ["conv", "conv", "full_attention", "conv"]
+_LFM3 = _config(
+    "lfm3", 2048, 24, 7680, 16, 4, head_dim=128, conv_L_cache=7,
+    layer_types=["conv", "conv", "full_attention", "conv"]
     + ["sliding_attention", "conv", "full_attention", "conv"] * 5,
-    "conv_bias": False, "sliding_window": 256, "vocab_size": 128000, "norm_eps": 1e-5,
-    "max_position_embeddings": 128000, "tie_word_embeddings": True,
-    "rope_parameters": {
+    conv_bias=False, sliding_window=256, vocab_size=128000, norm_eps=1e-5,
+    max_position_embeddings=128000, tie_word_embeddings=True,
+    rope_parameters={
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {
             "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5,
         },
     },
-}  # fmt: skip
+)  # fmt: skip
 
 
 def _gemma4(
@@ -168,23 +167,21 @@ def _gemma4(
     is_wide: bool,
 ) -> dict[str, Any]:  # fmt: skip
     kinds = ["sliding_attention"] * (pattern - 1) + ["full_attention"]
-    return {
-        "model_type": "gemma4_text", "hidden_size": hidden, "num_hidden_layers": layers,
-        "intermediate_size": intermediate, "num_attention_heads": 8,
-        "num_key_value_heads": kv_heads, "head_dim": 256, "global_head_dim": 512,
-        "layer_types": [kinds[i % pattern] for i in range(layers)], "sliding_window": 512,
-        "num_kv_shared_layers": shared, "use_double_wide_mlp": is_wide,
-        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
-        "vocab_size": 262144, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
-        "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 30.0,
-        "tie_word_embeddings": True,
-        "rope_parameters": {
+    text = _config(
+        "gemma4_text", hidden, layers, intermediate, 8, kv_heads, head_dim=256, global_head_dim=512,
+        layer_types=[kinds[i % pattern] for i in range(layers)], sliding_window=512,
+        num_kv_shared_layers=shared, use_double_wide_mlp=is_wide,
+        hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144, vocab_size=262144,
+        max_position_embeddings=131072, rms_norm_eps=1e-6, hidden_activation="gelu_pytorch_tanh",
+        final_logit_softcapping=30.0, tie_word_embeddings=True,
+        rope_parameters={
             "full_attention": {
                 "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
             },
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
-    }  # fmt: skip
+    )  # fmt: skip
+    return {"model_type": "gemma4", "text_config": text}
 
 
 _PHI4_LONG_FACTOR = [
@@ -260,9 +257,9 @@ _MODELS = (
          2560, 34, 10240, 8, 4, vocab_size=262208, max_position_embeddings=131072,
          sliding_window=1024, rope_scaling={"rope_type": "linear", "factor": 8.0})}),
     (_tuned("google/gemma-4-E2B", "-it", "Gemma-4-E2B"), "apache-2.0",
-     {"model_type": "gemma4", "text_config": _gemma4(1536, 35, 1, 6144, 5, 20, True)}),
+     _gemma4(1536, 35, 1, 6144, 5, 20, True)),
     (_tuned("google/gemma-4-E4B", "-it", "Gemma-4-E4B"), "apache-2.0",
-     {"model_type": "gemma4", "text_config": _gemma4(2560, 42, 2, 10240, 6, 18, False)}),
+     _gemma4(2560, 42, 2, 10240, 6, 18, False)),
     (_tuned("google/gemma-2-2b", "-it", "Gemma-2-2B"), "gemma", _gemma2(2304, 26, 9216, 8, 4)),
     (_tuned("google/gemma-2-9b", "-it", "Gemma-2-9B"), "gemma", _gemma2(3584, 42, 14336, 16, 8)),
     ({"Granite-3.3-2B": "ibm-granite/granite-3.3-2b-base",

@@ -38,8 +38,8 @@ class SourceProjection:
 
     read: Callable[[slice], mx.array]  # returns rows of W
     shape: tuple[int, int]
-    bias: mx.array | None
-    seen: Callable[[mx.array], None]
+    bias: mx.array | None = None
+    seen: Callable[[mx.array], None] = lambda x: None
 
     def __call__(self, x: mx.array, plus: mx.array | None = None) -> mx.array:
         self.seen(x)
@@ -93,9 +93,8 @@ class SourceModel:
         rows = [self.matrix(table, shapes[table], slice(t, t + 1)) for t in side.tokens]
         e = mx.concatenate(rows)[:, of_layer] * math.sqrt(size)
         r = product(side.x0, self.matrix(projection, shapes[projection], of_layer))
-        weight = read_norm(
-            self.weights, "model.per_layer_projection_norm.weight", (size,), self.arch
-        )
+        norm = "model.per_layer_projection_norm.weight"
+        weight = read_norm(self.weights, norm, (size,), self.arch)
         r = rms_norm(r / math.sqrt(self.arch.hidden_size), weight, self.arch.rms_norm_eps)
         return (r + e) / math.sqrt(2)
 
@@ -134,12 +133,9 @@ class SourceModel:
 
         def expert(number: int) -> list[SourceProjection]:
             return [
-                SourceProjection(
-                    partial(self.matrix, prefix + name, shape, expert=number), shape, None,
-                    lambda x: None,
-                )
+                SourceProjection(partial(self.matrix, prefix + name, shape, expert=number), shape)
                 for name, shape in block.stacked().items()
-            ]  # fmt: skip
+            ]
 
         eps = self.arch.rms_norm_eps
         parts = Parts(
