@@ -46,11 +46,11 @@ def export(model: Path, out: Path, *options: object) -> Bundle:
     return Bundle(out)
 
 
-def in_8_bits(tensors: dict[str, mx.array], is_matrix) -> dict[str, mx.array]:
+def in_8_bits(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     """A weight d · q of Q8_0 is scale · (q + 128) + bias, with scale d and bias -128 · d."""
     found = {}
     for name, tensor in tensors.items():
-        if not is_matrix(name, tensor):
+        if tensor.ndim != 2:
             found[name] = tensor
             continue
         blocks = gguf.quantize(np.array(tensor), Type.Q8_0).reshape(len(tensor), -1, 34)
@@ -68,9 +68,8 @@ def test_a_bundle_is_that_of_the_same_model_in_mlx_lms_form(name: str, tmp_path:
     _, config = MODELS[name]
     tensors = random_tensors(config)
     file = write_gguf(tmp_path / "tiny.gguf", name, tensors)
-    whole = in_8_bits(tensors, lambda name, tensor: tensor.ndim == 2)
     config = config | {"quantization": {"group_size": 32, "bits": 8}}
-    folder = write_model(tmp_path / "tiny", config, whole)
+    folder = write_model(tmp_path / "tiny", config, in_8_bits(tensors))
     ours, theirs = export(file, tmp_path / "a.mesp"), export(folder, tmp_path / "b.mesp")
     assert ours.architecture.to_manifest() == theirs.architecture.to_manifest()
     for path, layout in theirs.weight_files().items():
@@ -158,14 +157,13 @@ def test_the_values_of_blocks_are_kept(kind: str, tmp_path: Path):
             assert np.array_equal(found, expected)
 
 
-def mixed(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
-    if "token_embd" in name:
-        return matrix.astype(np.float16), Type.F16
-    return Blocks("Q6_K" if "ffn_down" in name else "Q4_K")(name, matrix)
-
-
 def test_the_summary_says_what_was_carried_over(tmp_path: Path):
-    file = write_gguf(tmp_path / "tiny.gguf", "wide", encode=mixed)
+    def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
+        if "token_embd" in name:
+            return matrix.astype(np.float16), Type.F16
+        return Blocks("Q6_K" if "ffn_down" in name else "Q4_K")(name, matrix)
+
+    file = write_gguf(tmp_path / "tiny.gguf", "wide", encode=encode)
     done = call("export", "--model", file, "--out", tmp_path / "o.mesp", *SIZE)
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("  GGUF"))
     assert "63.6% of the weights (Q4_K) carried over exactly" in line
@@ -288,7 +286,7 @@ def test_tensors_are_those_of_the_architecture(tmp_path: Path):
     file = write_gguf(tmp_path / "fewer.gguf", "qwen2", fewer)
     assert "lacks the tensor blk.0.ffn_up.weight" in refused(file, tmp_path / "out.mesp")
     more = tensors | {"model.layers.0.self_attn.q_norm.weight": mx.ones(32)}
-    file = write_gguf(tmp_path / "more.gguf", "qwen3", more | {})
+    file = write_gguf(tmp_path / "more.gguf", "qwen3", more)
     assert "a tensor 'blk.0.attn_q.bias'" in refused(file, tmp_path / "out.mesp")
     whole = GGUF.read(write_gguf(tmp_path / "whole.gguf", "qwen2", tensors))
     whole.tensors[f"blk.{5000 * '9'}.attn_q.bias"] = whole.tensors.pop("blk.0.attn_q.bias")

@@ -192,13 +192,9 @@ def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _in_several(text: Family, *names: str, **changes: Any) -> Family:
+def _in_several(text: Family, *names: str) -> Family:
     return replace(
-        text,
-        texts=names,
-        mlx_prefix="language_model.model",
-        hf_prefix="model.language_model",
-        **changes,
+        text, texts=names, mlx_prefix="language_model.model", hf_prefix="model.language_model"
     )
 
 

@@ -18,8 +18,7 @@ class Part:
         the modules compute the projections that `shapes` has.
         """
         refuse_unsound({"sizes": all(map(is_size, sizes)), **sound})
-        own = sorted(projections_of(self.modules))
-        refuse_unsound({"modules": own == sorted(self.shapes(1))})
+        refuse_unsound({"modules": sorted(projections_of(self.modules)) == sorted(self.shapes(1))})
 
 
 class _Mixer(Part):

@@ -25,14 +25,14 @@ def shrink(moments: mx.array) -> np.ndarray:
 
 def descend(
     matrix: mx.array, packed: mx.array, scales: mx.array, biases: mx.array, products: np.ndarray,
-    quantization: Quantization, last: int | None = None,
+    quantization: Quantization,
 ) -> mx.array:  # fmt: skip
     """Returns better codes of W [out, in], packed.
 
     Each code in turn is set to the value that minimizes eᵀ P e. Here e is the error of the code's
     row, P is `products`, and the other codes are fixed.
     """
-    size, levels = quantization.group_size, last or 2**quantization.bits - 1
+    size, levels = quantization.group_size, 2**quantization.bits - 1
     squares = np.diagonal(products)
     codes = unpack(packed, quantization.bits).reshape(matrix.shape)
     # The arrays are transposed, so that the codes of a column of W are contiguous.

@@ -94,15 +94,13 @@ def _q3_k(blocks: np.ndarray) -> Arrays:
     A weight is the scale times an integer in -124…128. This integer is the product of a group's
     factor and a code.
     """
-    shifts = np.arange(4, dtype=np.uint8)[:, None]
-    low = blocks[..., 32:96].reshape(*blocks.shape[:-1], 2, 1, 32) >> 2 * shifts & 3
+    low = _quarters(blocks[..., 32:96].reshape(*blocks.shape[:-1], 2, 32))
     bits = np.arange(8, dtype=np.uint8).reshape(2, 4, 1)
     high = blocks[..., None, None, :32] >> bits & 1
     codes = low.astype(np.int16) + 4 * high.astype(np.int16) - 4
     fields = blocks[..., 96:108]
     factors = np.concatenate([fields[..., :8] & 15, fields[..., :8] >> 4], axis=-1)
-    upper = fields[..., None, 8:] >> 2 * shifts & 3
-    factors = factors | upper.reshape(*factors.shape) << 4
+    factors = factors | _quarters(fields[..., 8:]).reshape(*factors.shape) << 4
     products = (
         codes.reshape(*blocks.shape[:-1], 16, 16) * (factors.astype(np.int16) - 32)[..., None]
     )
