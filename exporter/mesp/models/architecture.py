@@ -191,10 +191,8 @@ class Architecture:
         return self
 
     def _has_keys_for(self, layer: int, mixer: Mixer) -> bool:
-        """Returns whether the block gets keys and values.
-
-        A block may use another block's keys and values if the other block comes earlier and
-        computes keys and values of the same sizes. Then `mixer` must have no gates.
+        """Returns whether the block computes its keys and values, or can use another block's: an
+        earlier one's, of the same sizes, without gates.
         """
         if not isinstance(mixer, AttentionMixer) or mixer.keys_of is None:
             return True
@@ -238,9 +236,7 @@ class Architecture:
 
     @property
     def largest_rank(self) -> int:
-        """The largest useful LoRA rank: the largest min(out, in) of a matrix that can have
-        adapters.
-        """
+        """The largest useful LoRA rank: the largest min(out, in) of a matrix."""
         sizes = (block.sizes() | block.stacked() for block in self.kinds)
         return max(min(size) for its in sizes for size in its.values())
 
@@ -288,8 +284,7 @@ class Architecture:
 
     @property
     def per_layer_shapes(self) -> dict[str, tuple[int, int]]:
-        """The shapes of the matrices of per-layer embeddings, by name. Empty without such
-        embeddings."""
+        """The shapes of the matrices of per-layer embeddings, by name."""
         if self.per_layer is None:
             return {}
         width = self.num_hidden_layers * self.per_layer.size
@@ -299,8 +294,8 @@ class Architecture:
         }
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes that all tensors have without quantization, by name. Stacked matrices
-        are [experts, out, in].
+        """Returns the shapes without quantization, by name. Stacked matrices are
+        [experts, out, in].
         """
         tables = ["model.embed_tokens", *(["lm_head"] * (not self.tie_word_embeddings))]
         shapes = {f"{name}.weight": (self.vocab_size, self.hidden_size) for name in tables}
@@ -404,30 +399,23 @@ class Block:
         return self.mlp.experts.num_experts if self.mlp.experts else 0
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Returns the (output size, input size) of each linear layer and each stacked matrix. For
-        stacked matrices, returns one expert's sizes.
-        """
+        """Returns the (output size, input size) of all linear layers and of one expert's matrices,
+        by name."""
         return self.sizes() | self.frozen() | self.stacked()
 
     def frozen(self) -> dict[str, tuple[int, int]]:
-        """Returns the (output size, input size) of the linear layers that cannot have adapters.
-        Empty without experts.
-
-        These layers are the router and, if there is one, the gate of the MLP beside the experts.
+        """Returns the (output size, input size) of the linear layers that cannot have adapters: the
+        router and the gate of the MLP beside the experts.
         """
         return self.mlp.experts.linears(self.arch.hidden_size) if self.mlp.experts else {}
 
     def stacked(self) -> dict[str, tuple[int, int]]:
-        """Returns the (output size, input size) of one expert's matrices, by name. Empty without
-        experts.
-        """
+        """Returns the (output size, input size) of one expert's matrices, by name."""
         return self.mlp.experts.stacked(self.arch.hidden_size) if self.mlp.experts else {}
 
     def adapted(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of each weight that can have adapters, in the order of the flat LoRA
-        vector.
-
-        Modules are [out, in]. Trainable experts add stacked matrices, [experts, out, in].
+        """Returns the shapes of the weights that can have adapters, in the order of the flat LoRA
+        vector: of modules [out, in], and of trainable experts [experts, out, in].
         """
         trained = self.mlp.experts is not None and self.mlp.experts.trained
         return self.sizes() | (self._stacks() if trained else {})

@@ -14,8 +14,7 @@ from mesp.models.mlps import Experts
 
 
 def _modules(prefix: str, **layers: str) -> Modules:
-    """Returns linear layers, each with the projections that it computes or the layers that it
-    stacks, which are separated by spaces."""
+    """Returns linear layers with the projections, or the layers, that each has in its rows."""
     return tuple((f"{prefix}.{name}", tuple(each.split())) for name, each in layers.items())
 
 

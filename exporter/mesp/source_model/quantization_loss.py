@@ -40,8 +40,7 @@ def compute_head_inputs(model: SourceModel, sequences: Sequence[Sequence[int]]) 
     xs = [model.embed(tokens) for tokens in sequences]
     side_inputs = list(map(SideInputs, sequences, xs))
     for index in range(model.arch.num_hidden_layers):
-        pairs = zip(xs, side_inputs, strict=True)
-        xs = [model.block(index, x, side) for x, side in pairs]
+        xs = [model.block(index, x, side) for x, side in zip(xs, side_inputs, strict=True)]
     return [model.final(x)[0] for x in xs]
 
 
@@ -56,14 +55,11 @@ def measure_loss(
 
     `of_source` and `of_model` may give the results of `compute_head_inputs`.
     """
-    found = (
-        of_source or compute_head_inputs(source, sequences),
-        of_model or compute_head_inputs(model, sequences),
-    )
-    pairs = zip(*found, strict=True)
+    xs = of_source or compute_head_inputs(source, sequences)
+    ys = of_model or compute_head_inputs(model, sequences)
     return QuantizationLoss.of(
-        _compare(source, model, *pair, tokens)
-        for pair, tokens in zip(pairs, sequences, strict=True)
+        _compare(source, model, x, y, tokens)
+        for x, y, tokens in zip(xs, ys, sequences, strict=True)
     )
 
 

@@ -92,9 +92,7 @@ class SafetensorsWeights:
             )
         stored, dtype = TENSOR_DTYPES[tensor["dtype"]]
         begin, end = tensor["data_offsets"]
-        if not all(
-            type(number) is int and number >= 0 for number in (begin, end, *tensor["shape"])
-        ):
+        if not all(type(n) is int and n >= 0 for n in (begin, end, *tensor["shape"])):
             raise ValueError("a shape or an offset that is no count")
         array = data[begin:end].view(stored).reshape(tensor["shape"])
         if names[0].endswith(CONVOLUTIONS) and array.ndim == 3:

@@ -89,10 +89,8 @@ def _q5_k(blocks: np.ndarray) -> Arrays:
 
 
 def _q3_k(blocks: np.ndarray) -> Arrays:
-    """Returns the codes, scales and biases of Q3_K blocks.
-
-    A weight is the scale times an integer in -124…128. This integer is the product of a group's
-    factor and a code.
+    """A weight is the scale times an integer in -124…128, the product of a group's factor and a
+    code.
     """
     low = _quarters(blocks[..., 32:96].reshape(*blocks.shape[:-1], 2, 32))
     bits = np.arange(8, dtype=np.uint8).reshape(2, 4, 1)
@@ -113,10 +111,7 @@ def _mxfp4(blocks: np.ndarray) -> Arrays:
 
 
 def _q1_0(blocks: np.ndarray) -> Arrays:
-    """Returns the codes, scales and biases of Q1_0 blocks.
-
-    Code 0 stands for -d, and code 1 for d, where d is the block's scale.
-    """
+    """Code 0 stands for -d, and code 1 for d, where d is the block's scale."""
     scale = _half(blocks[..., :2])
     return np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little"), 2 * scale, -scale
 
@@ -128,9 +123,8 @@ def _quarters(fields: np.ndarray) -> np.ndarray:
 
 
 def _q2_0(blocks: np.ndarray) -> Arrays:
-    """Returns the codes, scales and biases of Q2_0 blocks. A byte holds four neighbouring weights.
-
-    Codes 0 to 3 are -d, 0, d and 2 d, where d is the block's scale.
+    """A byte holds four neighbouring weights. Codes 0 to 3 are -d, 0, d and 2 d, where d is the
+    block's scale.
     """
     scale = _half(blocks[..., :2])
     codes = np.swapaxes(_quarters(blocks[..., 2:]), -1, -2)
@@ -143,10 +137,8 @@ def _of_two_groups(codes: np.ndarray, fields: np.ndarray) -> Arrays:
 
 
 def _tq2_0(blocks: np.ndarray) -> Arrays:
-    """Returns the codes, scales and biases of TQ2_0 blocks.
-
-    Codes are as in Q2_0. 32 bytes hold 128 codes: the lowest bits hold the first 32 codes, and so
-    on.
+    """Codes are as in Q2_0. 32 bytes hold 128 codes: the lowest bits hold the first 32 codes, and
+    so on.
     """
     codes = _quarters(blocks[..., :64].reshape(*blocks.shape[:-1], 2, 32))
     return _of_two_groups(codes.reshape(*blocks.shape[:-1], 256), blocks[..., 64:])
@@ -164,10 +156,8 @@ def _trits(fields: np.ndarray, count: int) -> np.ndarray:
 
 
 def _tq1_0(blocks: np.ndarray) -> Arrays:
-    """Returns the codes, scales and biases of TQ1_0 blocks.
-
-    A block has 52 bytes of codes. Each of the last four of these bytes holds four codes, and each
-    of the other bytes holds five.
+    """A block has 52 bytes of codes. Each of the last four of these bytes holds four codes, and
+    each of the other bytes holds five.
     """
     parts = [_trits(blocks[..., :32], 5), _trits(blocks[..., 32:48], 5)]
     codes = np.concatenate([*parts, _trits(blocks[..., 48:52], 4)], axis=-1)

@@ -50,18 +50,12 @@ class Names:
         if isinstance(mixer, GatedDeltaNet):
             values = _heads(mixer, mixer.value_head_dim)
             keys = np.arange(mixer.conv_dim - mixer.values)
+            joined = np.concatenate([keys, len(keys) + values])
             return {
-                "linear_attn.in_proj_qkv": np.concatenate([keys, len(keys) + values]),
-                "linear_attn.conv1d": np.concatenate([keys, len(keys) + values]),
-                "linear_attn.in_proj_z": values,
-                **dict.fromkeys(
-                    (
-                        f"linear_attn.{each}"
-                        for each in ("in_proj_b", "in_proj_a", "dt_bias", "A_log")
-                    ),
-                    _heads(mixer, 1),
-                ),
-            }.get(module)
+                **dict.fromkeys(("in_proj_qkv", "conv1d"), joined),
+                "in_proj_z": values,
+                **dict.fromkeys(("in_proj_b", "in_proj_a", "dt_bias", "A_log"), _heads(mixer, 1)),
+            }.get(module.removeprefix("linear_attn."))
         if self.name in _INTERLEAVED and isinstance(mixer, AttentionMixer):
             counts = {"q_proj": mixer.num_attention_heads, "k_proj": mixer.num_key_value_heads}
             if heads := counts.get(module.rpartition(".")[2]):
