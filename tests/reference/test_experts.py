@@ -5,13 +5,7 @@ import pytest
 
 from helpers.derivatives import normal
 from mesp.models.mlps import Experts
-from mesp.reference.experts import (
-    choose,
-    mix_by_experts,
-    mix_by_experts_backward,
-    weigh,
-)
-from mesp.reference.model import dequantize
+from mesp.reference import Mixture, choose, mix_by_experts, mix_by_experts_backward, weigh
 
 HIDDEN, WIDTH, COUNT, TOP = 64, 32, 6, 2
 KINDS = {
@@ -42,7 +36,6 @@ def lora_of(experts: Experts, rank: int) -> dict[str, tuple[mx.array, mx.array]]
     return {
         name: (normal(COUNT, inp, rank) * inp**-0.5, 0.1 * normal(COUNT, rank, out))
         for name, (out, inp) in experts.stacked(HIDDEN).items()
-        if rank
     }
 
 
@@ -63,19 +56,19 @@ def test_the_bias_chooses_and_weighs_nothing():
 def test_an_expert_without_tokens_takes_no_part(experts):
     weights, x = weights_of(experts), normal(1, 2, HIDDEN)
     dy, lora = normal(1, 2, HIDDEN), lora_of(experts, 4)
-    z = x[0] @ dequantize(weights, f"{experts.router}.", HIDDEN).T
-    chosen = choose(z, weights.get(experts.bias or ""), experts).flatten().tolist()
+    mixture = Mixture(experts, "silu", weights, lora, SCALE)
+    chosen = mixture.route(x[0])[0].flatten().tolist()
     unused = next(e for e in range(COUNT) if e not in chosen)
-    before = mix_by_experts(x, weights, lora, SCALE, experts, "silu")
-    gradient, d_lora = mix_by_experts_backward(x, dy, weights, lora, SCALE, experts, "silu")
+    before = mix_by_experts(x, mixture)
+    gradient, d_lora = mix_by_experts_backward(x, dy, mixture)
     for name, (d_a, d_b) in d_lora.items():
         assert not d_a[unused].any() and not d_b[unused].any(), name
         assert d_a[chosen[0]].any() and d_b[chosen[0]].any(), name
     for name in experts.stacked(HIDDEN):
         scales = weights[f"{name}.scales"]
         scales[unused] = mx.full(scales.shape[1:], float("nan"))
-    assert mx.array_equal(mix_by_experts(x, weights, lora, SCALE, experts, "silu"), before)
-    after, _ = mix_by_experts_backward(x, dy, weights, lora, SCALE, experts, "silu")
+    assert mx.array_equal(mix_by_experts(x, mixture), before)
+    after, _ = mix_by_experts_backward(x, dy, mixture)
     assert mx.array_equal(after, gradient)
 
 

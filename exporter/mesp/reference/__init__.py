@@ -6,6 +6,7 @@ gradient of the loss with respect to `y`. The modules are
 - `pieces`: shared formulas, such as a linear layer with LoRA
 - `dropout`: the masks of LoRA dropout
 - `attention`, `gated_delta_net`, `short_convolution`, `mamba2`: the mixers of a block
+- `chunks`: what the recurrent mixers share
 - `experts`: a mixture of experts
 - `per_layer`: per-layer embeddings
 - `block`: a whole block
@@ -23,6 +24,7 @@ values), D = head_dim, V = vocabulary. ∘ is the elementwise product.
 from mesp.reference.adamw8bit import *
 from mesp.reference.attention import *
 from mesp.reference.block import *
+from mesp.reference.chunks import *
 from mesp.reference.dropout import *
 from mesp.reference.experts import *
 from mesp.reference.gated_delta_net import *

@@ -3,7 +3,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mesp.models.mixers import AttentionMixer
-from mesp.reference.model import Matrices, Parts, Stored
+from mesp.reference.model import Matrices, Parts
 from mesp.reference.pieces import (
     linear,
     linears_backward,
@@ -16,30 +16,25 @@ from mesp.reference.pieces import (
 )
 
 
-def _turn(x: mx.array, mixer: AttentionMixer, direction: int) -> mx.array:
+def rope(x: mx.array, mixer: AttentionMixer, direction: int = 1) -> mx.array:
+    """Returns y_t = m R(t) x_t, which rotates dimensions i and i + n by the angle t f_i, for i < n.
+
+    x, y [..., T, D]. f are the mixer's n frequencies, and m is its `rope_scale`. Dimensions from 2n
+    on stay unchanged. With the `direction` -1, angles are negated.
+    """
     half = len(mixer.frequencies)
     if half == 0:
         return x
-    angle = (
-        direction * mx.arange(x.shape[-2], dtype=mx.float32)[:, None] * mx.array(mixer.frequencies)
-    )
+    t = mx.arange(x.shape[-2], dtype=mx.float32)[:, None]
+    angle = direction * t * mx.array(mixer.frequencies)
     cos, sin = mixer.rope_scale * mx.cos(angle), mixer.rope_scale * mx.sin(angle)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return mx.concatenate([first * cos - second * sin, first * sin + second * cos, rest], axis=-1)
 
 
-def rope(x: mx.array, mixer: AttentionMixer) -> mx.array:
-    """Returns y_t = m R(t) x_t, which rotates dimensions i and i + n by the angle t f_i, for i < n.
-
-    x, y [..., T, D]. f are the mixer's n frequencies, and m is its `rope_scale`. Dimensions from 2n
-    on stay unchanged.
-    """
-    return _turn(x, mixer, 1)
-
-
 def rope_backward(dy: mx.array, mixer: AttentionMixer) -> mx.array:
     """Returns dx_t = m R(t)ᵀ dy_t = m R(-t) dy_t."""
-    return _turn(dy, mixer, -1)
+    return rope(dy, mixer, direction=-1)
 
 
 def _by_group(q: mx.array, kv_heads: int) -> mx.array:
@@ -104,53 +99,42 @@ def attention_backward(
     return dq, dk, dv
 
 
-def place(x: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixer) -> mx.array:
-    """Returns y = RoPE(QKNorm(x)), with x, y [1, heads, T, D]. Without `weight`, there is no
-    norm."""
-    if weight is not None:
-        x = rms_norm(x, weight, eps)
-    return rope(x, mixer)
+Q_NORM, K_NORM = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
 
 
-def place_backward(
-    x: mx.array, dy: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixer
-) -> mx.array:
-    dy = rope_backward(dy, mixer)
-    return dy if weight is None else rms_norm_backward(x, dy, weight, eps)
+def place(x: mx.array, norm: str, parts: Parts) -> mx.array:
+    """Returns y = RoPE(QKNorm(x)), with x, y [1, heads, T, D]. Without the weight `norm`, there is
+    no norm.
+    """
+    weight = parts.vector.get(norm)
+    return rope(x if weight is None else rms_norm(x, weight, parts.eps), parts.mixer)
+
+
+def place_backward(x: mx.array, dy: mx.array, norm: str, parts: Parts) -> mx.array:
+    dy, weight = rope_backward(dy, parts.mixer), parts.vector.get(norm)
+    return dy if weight is None else rms_norm_backward(x, dy, weight, parts.eps)
 
 
 Shared = tuple[mx.array, mx.array]  # k̂ and v̂ [1, kv_heads, T, D], or their gradients
 
 
-def keys_and_values(k: mx.array, v: mx.array, parts: Parts, mixer: AttentionMixer) -> Shared:
+def keys_and_values(k: mx.array, v: mx.array, parts: Parts) -> Shared:
     """Returns k̂ = place(k), and v̂ = RMSNorm(v) or, without a norm of v, v.
 
     All shapes are [1, kv_heads, T, D].
     """
-    _, vector, eps = parts
-    placed = place(k, vector.get("self_attn.k_norm.weight"), eps, mixer)
-    return placed, rms_norm(v, 1.0, eps) if mixer.v_norm else v
+    return place(k, K_NORM, parts), rms_norm(v, 1.0, parts.eps) if parts.mixer.v_norm else v
 
 
-def keys_and_values_backward(
-    k: mx.array, v: mx.array, dy: Shared, parts: Parts, mixer: AttentionMixer
-) -> Shared:
+def keys_and_values_backward(k: mx.array, v: mx.array, dy: Shared, parts: Parts) -> Shared:
     """Returns dk and dv from `dy`, the gradients with respect to k̂ and v̂, summed over all blocks
     that use them.
     """
-    _, vector, eps = parts
-    dk = place_backward(k, dy[0], vector.get("self_attn.k_norm.weight"), eps, mixer)
-    return dk, rms_norm_backward(v, dy[1], 1.0, eps) if mixer.v_norm else dy[1]
+    dk, dv = place_backward(k, dy[0], K_NORM, parts), dy[1]
+    return dk, rms_norm_backward(v, dv, 1.0, parts.eps) if parts.mixer.v_norm else dv
 
 
-def mix_by_attention(
-    x: mx.array,
-    scale: float,
-    parts: Parts,
-    mixer: AttentionMixer,
-    stored: Stored,
-    shared: Shared | None = None,
-) -> list[mx.array]:
+def mix_by_attention(x: mx.array, parts: Parts, shared: Shared | None = None) -> list[mx.array]:
     """Returns [q, k, v, attn_out] for x [1, T, hidden].
 
         attn_out = attention(place(q(x)), k̂, v̂)
@@ -159,31 +143,27 @@ def mix_by_attention(
     has D values from q(x), a head gate one value from g(x). `shared` are another block's k̂ and v̂,
     for a block that computes no keys and values. They are then returned as k and v.
     """
-    p, vector, eps = parts
+    p, mixer, stored = parts.p, parts.mixer, parts.stored
     heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
-    q = split_heads(linear(x, p["q"], scale), heads)
+    q = split_heads(linear(x, p["q"]), heads)
     if mixer.head_gate:
-        q = mx.concatenate([q, split_heads(linear(x, p["g"], scale), heads)], axis=-1)
+        q = mx.concatenate([q, split_heads(linear(x, p["g"]), heads)], axis=-1)
     q = stored(q)
     if shared:
         (k, v), keys = shared, shared
     else:
-        k = stored(split_heads(linear(x, p["k"], scale), kv_heads))
-        v = stored(split_heads(linear(x, p["v"], scale), kv_heads))
-        keys = keys_and_values(k, v, parts, mixer)
-    query = q[..., : mixer.head_dim]
-    placed_q = place(query, vector.get("self_attn.q_norm.weight"), eps, mixer)
+        k, v = (stored(split_heads(linear(x, p[name]), kv_heads)) for name in "kv")
+        keys = keys_and_values(k, v, parts)
+    placed_q = place(q[..., : mixer.head_dim], Q_NORM, parts)
     return [q, k, v, stored(attention(placed_q, *keys, mixer))]
 
 
-def output_of_attention(
-    intermediates: list[mx.array], parts: Parts, mixer: AttentionMixer
-) -> mx.array:
+def output_of_attention(intermediates: list[mx.array], parts: Parts) -> mx.array:
     """Returns the input of o [1, T, heads·D]: attn_out ∘ sigmoid(gate), or attn_out without a gate.
 
     The gate's shape is [1, heads, T, 1 or D].
     """
-    q, _, _, attn_out = intermediates
+    (q, _, _, attn_out), mixer = intermediates, parts.mixer
     if not mixer.gate_dim:
         return attn_out
     by_head = split_heads(attn_out, mixer.num_attention_heads)
@@ -194,9 +174,7 @@ def mix_by_attention_backward(
     x: mx.array,
     intermediates: list[mx.array],
     dy: mx.array,
-    scale: float,
     parts: Parts,
-    mixer: AttentionMixer,
     d_shared: Shared | None = None,
 ) -> tuple[mx.array, Matrices, Shared | None]:
     """Returns dx, the gradients of the LoRA parameters of q, k, v and g, and the gradient with
@@ -216,7 +194,7 @@ def mix_by_attention_backward(
     A block that uses another block's k̂ and v̂ has no LoRA parameters of k and v. Other blocks
     return None for `shared`.
     """
-    p, vector, eps = parts
+    mixer = parts.mixer
     q, k, v, attn_out = intermediates
     q, gate = q[..., : mixer.head_dim], q[..., mixer.head_dim :]
     d_attn_out = dy
@@ -224,22 +202,20 @@ def mix_by_attention_backward(
         s, heads = mx.sigmoid(gate), mixer.num_attention_heads
         d_attn_out = merge_heads(split_heads(dy, heads) * s)
         d_gate = split_heads(dy * attn_out, heads) * s * (1 - s)
-    is_own, q_norm = mixer.keys_of is None, vector.get("self_attn.q_norm.weight")
-    keys = keys_and_values(k, v, parts, mixer) if is_own else (k, v)
-    placed_q = place(q, q_norm, eps, mixer)
+    is_own = mixer.keys_of is None
+    keys = keys_and_values(k, v, parts) if is_own else (k, v)
+    placed_q = place(q, Q_NORM, parts)
     dq, *d_keys = attention_backward(placed_q, *keys, attn_out, d_attn_out, mixer)
-    dq = place_backward(q, dq, q_norm, eps, mixer)
+    dq = place_backward(q, dq, Q_NORM, parts)
     if mixer.output_gate:
         dq = mx.concatenate([dq, d_gate], axis=-1)
     of_outputs = {"q": dq}
     if is_own:
-        dk, dv = d_keys
         if d_shared:
-            dk, dv = dk + d_shared[0], dv + d_shared[1]
-        dk, dv = keys_and_values_backward(k, v, (dk, dv), parts, mixer)
-        of_outputs |= {"k": dk, "v": dv}
+            d_keys = [a + b for a, b in zip(d_keys, d_shared, strict=True)]
+        of_outputs["k"], of_outputs["v"] = keys_and_values_backward(k, v, d_keys, parts)
     if mixer.head_gate:
         of_outputs["g"] = d_gate.sum(axis=-1, keepdims=True)
     of_outputs = {name: merge_heads(d_heads) for name, d_heads in of_outputs.items()}
-    dx, grad = linears_backward(x, of_outputs, p, scale)
-    return dx, grad, None if is_own else (d_keys[0], d_keys[1])
+    dx, grad = linears_backward(x, of_outputs, parts.p)
+    return dx, grad, None if is_own else tuple(d_keys)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
 import numpy as np
 
@@ -46,41 +48,65 @@ def weigh_backward(z: mx.array, dw: mx.array, experts: Experts) -> mx.array:
     return dp * p * (1 - p) if experts.scores == "sigmoid" else dp * p
 
 
-def mix_by_experts(
-    x: mx.array,
-    weights: Weights,
-    lora: Matrices,
-    scale: float,
-    experts: Experts,
-    hidden_act: str,
-    masks: Masks | None = None,
-) -> mx.array:
+class Mixture(NamedTuple):
+    """The operands of a mixture of experts.
+
+    `lora` has A [experts, in, rank] and B [experts, rank, out] of each stacked matrix. It is empty
+    if the experts are frozen. With dropout, `masks` has M [experts, T, in] of each stacked matrix.
+    """
+
+    experts: Experts
+    hidden_act: str
+    weights: Weights
+    lora: Matrices
+    scale: float
+    masks: Masks | None = None
+
+    def router(self, hidden: int) -> mx.array:
+        """Returns R [experts, hidden]."""
+        return dequantize(self.weights, f"{self.experts.router}.", hidden)
+
+    def projections(self, e: int, tokens: mx.array, hidden: int) -> list[Projection]:
+        """Returns gate, up and down of expert e. The adapters of a frozen expert are 0."""
+        found = []
+        for name, (rows, columns) in self.experts.stacked(hidden).items():
+            prefix = f"{name}."
+            own = {part: a[e] for part, a in self.weights.items() if part.startswith(prefix)}
+            A, B = mx.zeros((columns, 1)), mx.zeros((1, rows))
+            if name in self.lora:
+                A, B = (matrix[e] for matrix in self.lora[name])
+            M = self.masks[name][e, tokens] if self.masks and name in self.masks else None
+            W = dequantize(own, prefix, columns)
+            found.append(Projection(W, None, A, B, self.scale, M=M))
+        return found
+
+    def route(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Returns the experts of each token and their weights, both [T, k]."""
+        z, bias = x @ self.router(x.shape[-1]).T, self.experts.bias
+        bias = None if bias is None else self.weights[bias].astype(mx.float32)
+        chosen = choose(z, bias, self.experts)
+        w, _, _ = weigh(mx.take_along_axis(z, chosen, axis=-1), self.experts)
+        return chosen, w
+
+
+def mix_by_experts(x: mx.array, mixture: Mixture) -> mx.array:
     """Returns y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)), summed over each token's experts.
 
-    x, y [1, T, hidden]. Each expert computes only the tokens that chose it. `lora` has A [experts,
-    in, rank] and B [experts, rank, out] of each stacked matrix. It is empty if the experts are
-    frozen. With dropout, `masks` has M [experts, T, in] of each stacked matrix.
+    x, y [1, T, hidden]. Each expert computes only the tokens that chose it.
     """
     x = x[0]
-    chosen, w = _route(x, weights, experts)
+    chosen, w = mixture.route(x)
     y = mx.zeros(x.shape)
-    for e, rows, slots in _by_expert(chosen, experts):
-        gate, up, down = _projections(weights, lora, experts, e, rows, x.shape[-1], masks)
-        g, u = linear(x[rows], gate, scale), linear(x[rows], up, scale)
-        out = linear(gated(g, u, hidden_act), down, scale)
+    for e, rows, slots in _by_expert(chosen, mixture.experts):
+        gate, up, down = mixture.projections(e, rows, x.shape[-1])
+        g, u = linear(x[rows], gate), linear(x[rows], up)
+        out = linear(gated(g, u, mixture.hidden_act), down)
         y = y.at[rows].add(w[rows, slots][:, None] * out)
     return y[None]
 
 
 def mix_by_experts_backward(
-    x: mx.array,
-    dy: mx.array,
-    weights: Weights,
-    lora: Matrices,
-    scale: float,
-    experts: Experts,
-    hidden_act: str,
-    masks: Masks | None = None,
+    x: mx.array, dy: mx.array, mixture: Mixture
 ) -> tuple[mx.array, Matrices]:
     """Returns dx and the gradients of `lora`.
 
@@ -93,25 +119,26 @@ def mix_by_experts_backward(
     The gradient of an expert without tokens is 0.
     """
     x, dy = x[0], dy[0]
-    chosen, w = _route(x, weights, experts)
+    experts, lora, hidden = mixture.experts, mixture.lora, x.shape[-1]
+    chosen, w = mixture.route(x)
     dx, dw = mx.zeros(x.shape), mx.zeros(w.shape)
     grad = {name: (mx.zeros(A.shape), mx.zeros(B.shape)) for name, (A, B) in lora.items()}
     for e, rows, slots in _by_expert(chosen, experts):
-        gate, up, down = _projections(weights, lora, experts, e, rows, x.shape[-1], masks)
-        g, u = linear(x[rows], gate, scale), linear(x[rows], up, scale)
-        h, w_e = gated(g, u, hidden_act), w[rows, slots][:, None]
-        q, *_ = linear_backward(h, dy[rows], down, scale)
+        gate, up, down = mixture.projections(e, rows, hidden)
+        g, u = linear(x[rows], gate), linear(x[rows], up)
+        h, w_e = gated(g, u, mixture.hidden_act), w[rows, slots][:, None]
+        q, *_ = linear_backward(h, dy[rows], down)
         dw = dw.at[rows, slots].add(mx.sum(q * h, axis=-1))
-        dh, *d_down = linear_backward(h, w_e * dy[rows], down, scale)
-        dg, du = gated_backward(g, u, dh, hidden_act)
-        dx_g, *d_gate = linear_backward(x[rows], dg, gate, scale)
-        dx_u, *d_up = linear_backward(x[rows], du, up, scale)
+        dh, *d_down = linear_backward(h, w_e * dy[rows], down)
+        dg, du = gated_backward(g, u, dh, mixture.hidden_act)
+        dx_g, *d_gate = linear_backward(x[rows], dg, gate)
+        dx_u, *d_up = linear_backward(x[rows], du, up)
         dx = dx.at[rows].add(dx_g + dx_u)
-        of_expert = zip(experts.stacked(x.shape[-1]), (d_gate, d_up, d_down), strict=True)
+        of_expert = zip(experts.stacked(hidden), (d_gate, d_up, d_down), strict=True)
         for name, (dA, dB) in of_expert if lora else ():
             all_dA, all_dB = grad[name]
             grad[name] = all_dA.at[e].add(dA), all_dB.at[e].add(dB)
-    router = dequantize(weights, f"{experts.router}.", x.shape[-1])
+    router = mixture.router(hidden)
     z = mx.take_along_axis(x @ router.T, chosen, axis=-1)
     dz = mx.zeros((x.shape[0], experts.num_experts))
     dz = mx.put_along_axis(dz, chosen, weigh_backward(z, dw, experts), axis=-1)
@@ -146,40 +173,10 @@ def _mlp_gate(weights: Weights, mlp: MLP, hidden: int) -> mx.array | None:
     return dequantize(weights, f"{name}.", hidden) if name else None
 
 
-def _route(x: mx.array, weights: Weights, experts: Experts) -> tuple[mx.array, mx.array]:
-    """Returns the experts of each token and their weights, both [T, k]."""
-    z = x @ dequantize(weights, f"{experts.router}.", x.shape[-1]).T
-    bias = None if experts.bias is None else weights[experts.bias].astype(mx.float32)
-    chosen = choose(z, bias, experts)
-    w, _, _ = weigh(mx.take_along_axis(z, chosen, axis=-1), experts)
-    return chosen, w
-
-
 def _by_expert(chosen: mx.array, experts: Experts) -> list[tuple[int, mx.array, mx.array]]:
     found = []
     for e in range(experts.num_experts):
         rows, slots = np.nonzero(np.array(chosen) == e)
         if rows.size:
             found.append((e, mx.array(rows), mx.array(slots)))
-    return found
-
-
-def _projections(
-    weights: Weights,
-    lora: Matrices,
-    experts: Experts,
-    e: int,
-    tokens: mx.array,
-    hidden: int,
-    masks: Masks | None,
-) -> list[Projection]:
-    """Returns an expert's gate, up and down projections. The adapters of a frozen expert are 0."""
-    found = []
-    for name, (rows, columns) in experts.stacked(hidden).items():
-        prefix = f"{name}."
-        own = {part: array[e] for part, array in weights.items() if part.startswith(prefix)}
-        A, B = lora.get(name, (mx.zeros((e + 1, columns, 1)), mx.zeros((e + 1, 1, rows))))
-        W, M = dequantize(own, prefix, columns), masks.get(name) if masks else None
-        of_tokens = None if M is None else M[e, tokens]
-        found.append(Projection(W, None, A[e], B[e], M=of_tokens))
     return found

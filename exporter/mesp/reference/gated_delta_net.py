@@ -21,8 +21,17 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mesp.models.mixers import GatedDeltaNet
-from mesp.reference.model import Matrices, Parts, Stored
+from mesp.reference.chunks import (
+    by_head,
+    by_token,
+    cut,
+    decays,
+    repeat_heads,
+    scan,
+    scan_backward,
+    sum_heads,
+)
+from mesp.reference.model import Matrices, Parts
 from mesp.reference.pieces import (
     linear,
     linears_backward,
@@ -33,7 +42,6 @@ from mesp.reference.pieces import (
 )
 from mesp.reference.short_convolution import convolution, convolution_backward
 
-CHUNK = 64
 UNIT_EPS = 1e-6  # added to the sum of squares in the norms of q and k
 
 
@@ -62,20 +70,6 @@ def unit_inverse(E: mx.array) -> mx.array:
     below = -second @ E[..., half:, :half] @ first
     above = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
     return mx.concatenate([above, mx.concatenate([below, second], axis=-1)], axis=-2)
-
-
-def decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns the decays Γ [Hv, C, C], γ [Hv, C, 1] and δ [Hv, C, 1] of a chunk.
-
-    Γ are the decays between tokens, 0 above the diagonal. γ are the decays since the chunk's start,
-    and δ the decays until its end. Each sum of κ is computed separately, because differences of
-    cumulative sums would lose digits.
-    """
-    C = log_g.shape[-2]
-    row, column = mx.arange(C)[:, None], mx.arange(C)
-    since = mx.cumsum(mx.where(row > column, log_g, 0), axis=-2)  # κ_{j+1} + … + κ_i
-    Gamma = mx.where(row >= column, mx.exp(since), 0)
-    return Gamma, mx.exp(mx.cumsum(log_g, axis=-2)), Gamma[:, -1, :, None]
 
 
 def _products(c: Chunk, Gamma: mx.array) -> tuple[mx.array, mx.array, mx.array]:
@@ -150,28 +144,14 @@ def chunk_backward(
     return Chunk(dQ, dK, dV, d_log_g, d_beta), dS
 
 
-def _chunks(c: Chunk) -> list[Chunk]:
-    """Cuts T tokens into chunks. The last chunk is padded with zeros, which do not change the
-    state."""
-    T = c.q.shape[1]
-    padded = [mx.pad(each, ((0, 0), (0, -T % CHUNK), (0, 0))) for each in c]
-    return [
-        Chunk(*(each[:, start : start + CHUNK] for each in padded)) for start in range(0, T, CHUNK)
-    ]
-
-
-def _states(chunks: list[Chunk]) -> tuple[list[mx.array], list[mx.array]]:
-    heads, _, key_dim = chunks[0].k.shape
-    S, states, outputs = mx.zeros((heads, key_dim, chunks[0].v.shape[-1])), [], []
-    for chunk in chunks:
-        states.append(S)
-        out, S = chunk_forward(chunk, S)
-        outputs.append(out)
-    return states, outputs
-
-
-def _by_value_head(x: mx.array, value_heads: int) -> mx.array:
-    return mx.repeat(x, value_heads // x.shape[0], axis=0)
+def _chunks(
+    q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array
+) -> tuple[list[Chunk], mx.array]:
+    """Returns the chunks, and the initial state of zeros."""
+    Hv, _, value_dim = v.shape
+    q, k = repeat_heads(q, Hv), repeat_heads(k, Hv)
+    chunks = [Chunk(*each) for each in cut([q, k, v, log_g[..., None], beta[..., None]])]
+    return chunks, mx.zeros((Hv, k.shape[-1], value_dim))
 
 
 def gated_delta_rule(
@@ -181,12 +161,8 @@ def gated_delta_rule(
 
     q, k [Hk, T, key_dim], v [Hv, T, value_dim], κ = log g and β [Hv, T]
     """
-    Hv, T, _ = v.shape
-    whole = Chunk(
-        _by_value_head(q, Hv), _by_value_head(k, Hv), v, log_g[..., None], beta[..., None]
-    )
-    _, outputs = _states(_chunks(whole))
-    return mx.concatenate(outputs, axis=1)[:, :T]
+    outputs, _ = scan(chunk_forward, *_chunks(q, k, v, log_g, beta))
+    return outputs[:, : v.shape[1]]
 
 
 def gated_delta_rule_backward(
@@ -196,21 +172,10 @@ def gated_delta_rule_backward(
 
     dq and dk are sums over the value heads of a key head.
     """
-    Hk, (Hv, T, _) = q.shape[0], v.shape
-    whole = Chunk(
-        _by_value_head(q, Hv), _by_value_head(k, Hv), v, log_g[..., None], beta[..., None]
-    )
-    chunks = _chunks(whole)
-    states, _ = _states(chunks)
-    dO = mx.pad(dO, ((0, 0), (0, -T % CHUNK), (0, 0)))
-    dS, found = mx.zeros_like(states[0]), []
-    for i in reversed(range(len(chunks))):
-        gradients, dS = chunk_backward(chunks[i], states[i], dO[:, i * CHUNK : (i + 1) * CHUNK], dS)
-        found.insert(0, gradients)
-    dq, dk, dv, d_log_g, d_beta = (
-        mx.concatenate(each, axis=1)[:, :T] for each in zip(*found, strict=True)
-    )
-    dq, dk = (each.reshape(Hk, -1, *each.shape[1:]).sum(axis=1) for each in (dq, dk))
+    chunks, start = _chunks(q, k, v, log_g, beta)
+    _, states = scan(chunk_forward, chunks, start)
+    dq, dk, dv, d_log_g, d_beta = scan_backward(chunk_backward, chunks, states, dO)
+    dq, dk = sum_heads(dq, q.shape[0]), sum_heads(dk, q.shape[0])
     return dq, dk, dv, d_log_g[..., 0], d_beta[..., 0]
 
 
@@ -240,17 +205,7 @@ def gated_norm_backward(
     return dx, dy * rms_norm(x, weight, eps) * silu_derivative(z)
 
 
-def _heads(x: mx.array, size: int) -> mx.array:
-    """Reshapes [1, T, n·size] to [n, T, size]."""
-    return x.reshape(x.shape[1], -1, size).swapaxes(0, 1)
-
-
-def _merged(x: mx.array) -> mx.array:
-    """Reshapes [n, T, size] to [1, T, n·size], the inverse of `_heads`."""
-    return x.swapaxes(0, 1).reshape(1, x.shape[1], -1)
-
-
-def _rule_inputs(qkv: mx.array, ba: mx.array, parts: Parts, mixer: GatedDeltaNet) -> tuple:
+def _rule_inputs(qkv: mx.array, ba: mx.array, parts: Parts) -> tuple:
     """Returns the convolution's output, q' and k', and the inputs of `gated_delta_rule`.
 
         q', k', v = silu(conv(qkv))
@@ -258,10 +213,11 @@ def _rule_inputs(qkv: mx.array, ba: mx.array, parts: Parts, mixer: GatedDeltaNet
 
     The norms are per head, with ε = 10⁻⁶ / key_dim.
     """
-    keys, key_dim = mixer.num_key_heads * mixer.key_head_dim, mixer.key_head_dim
+    mixer, key_dim = parts.mixer, parts.mixer.key_head_dim
+    Hk, Hv, keys = mixer.num_key_heads, mixer.num_value_heads, mixer.num_key_heads * key_dim
     conv = convolution(qkv, parts.vector["linear_attn.conv1d.weight"])
     q, k, v = mx.split(silu(conv), [keys, 2 * keys], axis=-1)
-    q, k, v = _heads(q, key_dim), _heads(k, key_dim), _heads(v, mixer.value_head_dim)
+    q, k, v = by_head(q, Hk), by_head(k, Hk), by_head(v, Hv)
     b, a = mx.split(ba[0].T, 2)
     vectors = (parts.vector[f"linear_attn.{name}"][:, None] for name in ("A_log", "dt_bias"))
     taken = (
@@ -274,56 +230,46 @@ def _rule_inputs(qkv: mx.array, ba: mx.array, parts: Parts, mixer: GatedDeltaNet
     return conv, q, k, taken
 
 
-def mix_by_gated_delta_net(
-    x: mx.array, scale: float, parts: Parts, mixer: GatedDeltaNet, stored: Stored
-) -> list[mx.array]:
+def mix_by_gated_delta_net(x: mx.array, parts: Parts) -> list[mx.array]:
     """Returns [qkv, z, ba, o] for x [1, T, hidden].
 
     ba concatenates the projections b and a. o concatenates the heads' outputs of
     `gated_delta_rule`.
     """
-    p = parts.p
-    qkv, z = (stored(linear(x, p[name], scale)) for name in ("qkv", "z"))
-    ba = stored(mx.concatenate([linear(x, p[name], scale) for name in "ba"], axis=-1))
-    *_, taken = _rule_inputs(qkv, ba, parts, mixer)
-    return [qkv, z, ba, stored(_merged(gated_delta_rule(*taken)))]
+    qkv, z, b, a = (linear(x, parts.p[name]) for name in ("qkv", "z", "b", "a"))
+    qkv, z, ba = map(parts.stored, (qkv, z, mx.concatenate([b, a], axis=-1)))
+    *_, taken = _rule_inputs(qkv, ba, parts)
+    return [qkv, z, ba, parts.stored(by_token(gated_delta_rule(*taken)))]
 
 
-def output_of_gated_delta_net(
-    intermediates: list[mx.array], parts: Parts, mixer: GatedDeltaNet
-) -> mx.array:
+def output_of_gated_delta_net(intermediates: list[mx.array], parts: Parts) -> mx.array:
     """Returns RMSNorm(o) ∘ silu(z) [1, T, Hv·value_dim], the input of the output projection.
 
     The norm is per head.
     """
     _, z, _, o = intermediates
-    o, z = (_heads(each, mixer.value_head_dim) for each in (o, z))
-    return _merged(gated_norm(o, z, parts.vector["linear_attn.norm.weight"], parts.eps))
+    o, z = (by_head(each, parts.mixer.num_value_heads) for each in (o, z))
+    return by_token(gated_norm(o, z, parts.vector["linear_attn.norm.weight"], parts.eps))
 
 
 def mix_by_gated_delta_net_backward(
-    x: mx.array,
-    intermediates: list[mx.array],
-    dy: mx.array,
-    scale: float,
-    parts: Parts,
-    mixer: GatedDeltaNet,
+    x: mx.array, intermediates: list[mx.array], dy: mx.array, parts: Parts
 ) -> tuple[mx.array, Matrices]:
     """Returns dx, and the gradients of the LoRA parameters of qkv, z, b and a.
 
     dy [1, T, Hv·value_dim] is the gradient of the output projection's input.
     """
-    p, vector, eps = parts
+    mixer, vector = parts.mixer, parts.vector
     qkv, z, ba, o = intermediates
-    heads = (_heads(each, mixer.value_head_dim) for each in (o, z, dy))
-    do, dz = gated_norm_backward(*heads, vector["linear_attn.norm.weight"], eps)
+    heads = (by_head(each, mixer.num_value_heads) for each in (o, z, dy))
+    do, dz = gated_norm_backward(*heads, vector["linear_attn.norm.weight"], parts.eps)
 
-    conv, q, k, taken = _rule_inputs(qkv, ba, parts, mixer)
+    conv, q, k, taken = _rule_inputs(qkv, ba, parts)
     dq, dk, dv, d_log_g, d_beta = gated_delta_rule_backward(*taken, do)
     key_dim = mixer.key_head_dim
     dq = rms_norm_backward(q, dq, 1 / key_dim, UNIT_EPS / key_dim)
     dk = rms_norm_backward(k, dk, key_dim**-0.5, UNIT_EPS / key_dim)
-    d_conv = mx.concatenate([_merged(dq), _merged(dk), _merged(dv)], axis=-1)
+    d_conv = mx.concatenate([by_token(each) for each in (dq, dk, dv)], axis=-1)
     d_conv = d_conv * silu_derivative(conv)
 
     b, a = mx.split(ba[0].T, 2)
@@ -331,8 +277,8 @@ def mix_by_gated_delta_net_backward(
     vectors = (vector[f"linear_attn.{name}"][:, None] for name in ("A_log", "dt_bias"))
     outputs = {
         "qkv": convolution_backward(d_conv, vector["linear_attn.conv1d.weight"]),
-        "z": _merged(dz),
+        "z": by_token(dz),
         "b": (beta * (1 - beta) * d_beta).T[None],
         "a": log_decay_backward(a, d_log_g, *vectors).T[None],
     }
-    return linears_backward(x, outputs, p, scale)
+    return linears_backward(x, outputs, parts.p)

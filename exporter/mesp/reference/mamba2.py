@@ -17,9 +17,17 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mesp.models.mixers import Mamba2Mixer
-from mesp.reference.gated_delta_net import CHUNK, decays
-from mesp.reference.model import Matrices, Parts, Stored
+from mesp.reference.chunks import (
+    by_head,
+    by_token,
+    cut,
+    decays,
+    repeat_heads,
+    scan,
+    scan_backward,
+    sum_heads,
+)
+from mesp.reference.model import Matrices, Parts
 from mesp.reference.pieces import (
     linear,
     linears_backward,
@@ -90,28 +98,12 @@ def state_space_chunk_backward(
 
 def _chunks(
     x: mx.array, dt: mx.array, B: mx.array, C: mx.array, a: mx.array
-) -> list[StateSpaceChunk]:
-    """Cuts T tokens into chunks. The last chunk is padded with zeros, which do not change the
-    state."""
-    heads, T = dt.shape
-    step = dt[..., None]
-    B, C = (mx.repeat(each, heads // each.shape[0], axis=0) for each in (B, C))
-    whole = StateSpaceChunk(step * x, a[:, None, None] * step, B, C)
-    padded = [mx.pad(each, ((0, 0), (0, -T % CHUNK), (0, 0))) for each in whole]
-    return [
-        StateSpaceChunk(*(each[:, start : start + CHUNK] for each in padded))
-        for start in range(0, T, CHUNK)
-    ]
-
-
-def _states(chunks: list[StateSpaceChunk]) -> tuple[list[mx.array], list[mx.array]]:
-    heads, _, size = chunks[0].u.shape
-    S, states, outputs = mx.zeros((heads, size, chunks[0].B.shape[-1])), [], []
-    for chunk in chunks:
-        states.append(S)
-        out, S = state_space_chunk(chunk, S)
-        outputs.append(out)
-    return states, outputs
+) -> tuple[list[StateSpaceChunk], mx.array]:
+    """Returns the chunks, and the initial state of zeros."""
+    heads, step = x.shape[0], dt[..., None]
+    B, C = repeat_heads(B, heads), repeat_heads(C, heads)
+    chunks = [StateSpaceChunk(*each) for each in cut([step * x, a[:, None, None] * step, B, C])]
+    return chunks, mx.zeros((heads, x.shape[-1], B.shape[-1]))
 
 
 def state_space(
@@ -121,8 +113,8 @@ def state_space(
 
     x [H, T, P], Δ [H, T], B and C [groups, T, N], a = -exp(A_log) and D [H]
     """
-    _, outputs = _states(_chunks(x, dt, B, C, a))
-    return mx.concatenate(outputs, axis=1)[:, : x.shape[1]] + D[:, None, None] * x
+    outputs, _ = scan(state_space_chunk, *_chunks(x, dt, B, C, a))
+    return outputs[:, : x.shape[1]] + D[:, None, None] * x
 
 
 def state_space_backward(
@@ -134,136 +126,73 @@ def state_space_backward(
 
     dB and dC are sums over the heads of a group. a and D are frozen.
     """
-    T = x.shape[1]
-    chunks = _chunks(x, dt, B, C, a)
-    states, _ = _states(chunks)
-    dY = mx.pad(dy, ((0, 0), (0, -T % CHUNK), (0, 0)))
-    dS, found = mx.zeros_like(states[0]), []
-    for i in reversed(range(len(chunks))):
-        rows = slice(i * CHUNK, (i + 1) * CHUNK)
-        gradients, dS = state_space_chunk_backward(chunks[i], states[i], dY[:, rows], dS)
-        found.insert(0, gradients)
-    dU, d_log_decay, dB, dC = (
-        mx.concatenate(each, axis=1)[:, :T] for each in zip(*found, strict=True)
-    )
+    chunks, start = _chunks(x, dt, B, C, a)
+    _, states = scan(state_space_chunk, chunks, start)
+    dU, d_log_decay, dB, dC = scan_backward(state_space_chunk_backward, chunks, states, dy)
     dx = dt[..., None] * dU + D[:, None, None] * dy
     d_dt = (dU * x).sum(axis=-1) + a[:, None] * d_log_decay[..., 0]
-    dB, dC = (each.reshape(B.shape[0], -1, *each.shape[1:]).sum(axis=1) for each in (dB, dC))
-    return dx, d_dt, dB, dC
+    return dx, d_dt, sum_heads(dB, B.shape[0]), sum_heads(dC, B.shape[0])
 
 
-class Mamba2(NamedTuple):
-    """The frozen weights of a Mamba-2 mixer, except those of its projections.
+def _inputs(xBC: mx.array, dt: mx.array, parts: Parts) -> tuple[mx.array, tuple[mx.array, ...]]:
+    """Returns the convolution's output conv(xBC) + bias, and the inputs of `state_space`.
 
-    P is the size of a head, N the size of the state, and K the width of the convolution.
+    x, B, C = silu(conv(xBC) + bias)        Δ = softplus(dt + dt_bias)
     """
-
-    conv_weight: mx.array  # [heads·P + 2 groups·N, K]
-    conv_bias: mx.array  # [heads·P + 2 groups·N]
-    dt_bias: mx.array  # [heads]
-    A_log: mx.array  # [heads]
-    D: mx.array  # [heads]
-    norm: mx.array  # [heads·P]
-    groups: int
-    eps: float
-
-    @classmethod
-    def of(cls, parts: Parts, mixer: Mamba2Mixer) -> Mamba2:
-        names = ("conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight")
-        arrays = (parts.vector[f"mamba.{name}"] for name in names)
-        return cls(*arrays, mixer.num_groups, mixer.norm_eps)
-
-    def split(self, projected: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        values, channels = self.norm.size, self.conv_bias.size
-        z, xBC, dt = mx.split(projected, [values, values + channels], axis=-1)
-        return z, xBC, dt
-
-    def inputs(self, conv: mx.array, dt: mx.array) -> tuple[mx.array, ...]:
-        """Returns x and Δ = softplus(dt + dt_bias) by heads, and B and C by groups, from the
-        convolution's output and dt.
-        """
-        values = self.norm.size
-        size = (self.conv_bias.size - values) // 2
-        x, B, C = mx.split(silu(conv), [values, values + size], axis=-1)
-        step = mx.logaddexp(dt + self.dt_bias, 0)[0].T
-        counts = (self.D.size, self.groups, self.groups)
-        x, B, C = (_heads(each, n) for each, n in zip((x, B, C), counts, strict=True))
-        return x, step, B, C
+    mixer = parts.mixer
+    weight, bias, dt_bias, A_log, D = (
+        parts.vector[f"mamba.{name}"]
+        for name in ("conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D")
+    )
+    conv = convolution(xBC, weight) + bias
+    ends = [mixer.values, mixer.values + mixer.num_groups * mixer.state_size]
+    x, B, C = mx.split(silu(conv), ends, axis=-1)
+    step = mx.logaddexp(dt + dt_bias, 0)[0].T
+    B, C = by_head(B, mixer.num_groups), by_head(C, mixer.num_groups)
+    return conv, (by_head(x, mixer.num_heads), step, B, C, -mx.exp(A_log), D)
 
 
-def _heads(x: mx.array, count: int) -> mx.array:
-    """Reshapes [1, T, count·size] to [count, T, size]."""
-    return x.reshape(x.shape[1], count, -1).swapaxes(0, 1)
+def mix_by_mamba2(x: mx.array, parts: Parts) -> list[mx.array]:
+    """Returns [z, xBC, dt, o] for x [1, T, hidden]. z, xBC and dt are the parts of in(x).
 
-
-def _merged(x: mx.array) -> mx.array:
-    """Reshapes [count, T, size] to [1, T, count·size], the inverse of `_heads`."""
-    return x.swapaxes(0, 1).reshape(1, x.shape[1], -1)
-
-
-def mamba2(projected: mx.array, weights: Mamba2) -> tuple[mx.array, mx.array]:
-    """Returns o, the concatenated outputs of the heads, and y, the input of the output projection.
-
-        o = state_space(silu(conv(xBC) + bias), Δ)        y = RMSNorm(o ∘ silu(z))
-
-    projected [1, T, 2 heads·P + 2 groups·N + heads] -> o, y [1, T, heads·P]. The norm is over all
-    heads together.
+    o concatenates the heads' outputs of `state_space`.
     """
-    z, xBC, dt = weights.split(projected)
-    conv = convolution(xBC, weights.conv_weight) + weights.conv_bias
-    o = _merged(state_space(*weights.inputs(conv, dt), -mx.exp(weights.A_log), weights.D))
-    return o, rms_norm(o * silu(z), weights.norm, weights.eps)
+    values = parts.mixer.values
+    ends = [values, values + parts.mixer.conv_dim]
+    z, xBC, dt = mx.split(parts.stored(linear(x, parts.p["in"])), ends, axis=-1)
+    _, taken = _inputs(xBC, dt, parts)
+    return [z, xBC, dt, parts.stored(by_token(state_space(*taken)))]
 
 
-def mamba2_backward(projected: mx.array, o: mx.array, dy: mx.array, weights: Mamba2) -> mx.array:
-    """Returns d_projected. The inputs of `state_space` are recomputed.
+def output_of_mamba2(intermediates: list[mx.array], parts: Parts) -> mx.array:
+    """Returns RMSNorm(o ∘ silu(z)) [1, T, heads·P], the input of the output projection. The norm is
+    over all heads together.
+    """
+    z, _, _, o = intermediates
+    return rms_norm(o * silu(z), parts.vector["mamba.norm.weight"], parts.mixer.norm_eps)
+
+
+def mix_by_mamba2_backward(
+    x: mx.array, intermediates: list[mx.array], dy: mx.array, parts: Parts
+) -> tuple[mx.array, Matrices]:
+    """Returns dx, and the gradients of the LoRA parameters of the input projection.
+
+    dy [1, T, heads·P] is the gradient of the output projection's input. The inputs of `state_space`
+    are recomputed.
 
     M = o ∘ silu(z)        dM = rms_norm_backward(M, dy)
     do = dM ∘ silu(z)        dz = dM ∘ o ∘ silu'(z)        d_dt = dΔ ∘ sigmoid(dt + dt_bias)
     """
-    z, xBC, dt = weights.split(projected)
-    d_gated = rms_norm_backward(o * silu(z), dy, weights.norm, weights.eps)
+    vector, mixer = parts.vector, parts.mixer
+    z, xBC, dt, o = intermediates
+    d_gated = rms_norm_backward(o * silu(z), dy, vector["mamba.norm.weight"], mixer.norm_eps)
     dz = d_gated * o * silu_derivative(z)
 
-    conv = convolution(xBC, weights.conv_weight) + weights.conv_bias
-    do = _heads(d_gated * silu(z), weights.D.size)
-    dx, d_step, dB, dC = state_space_backward(
-        *weights.inputs(conv, dt), -mx.exp(weights.A_log), weights.D, do
-    )
-    d_conv = mx.concatenate([_merged(each) for each in (dx, dB, dC)], axis=-1)
-    d_xBC = convolution_backward(d_conv * silu_derivative(conv), weights.conv_weight)
-    d_dt = d_step.T[None] * mx.sigmoid(dt + weights.dt_bias)
-    return mx.concatenate([dz, d_xBC, d_dt], axis=-1)
-
-
-def mix_by_mamba2(
-    x: mx.array, scale: float, parts: Parts, mixer: Mamba2Mixer, stored: Stored
-) -> list[mx.array]:
-    """Returns [z, xBC, dt, o] for x [1, T, hidden]. z, xBC and dt are the parts of in(x)."""
-    weights, projected = Mamba2.of(parts, mixer), stored(linear(x, parts.p["in"], scale))
-    o, _ = mamba2(projected, weights)
-    return [*weights.split(projected), stored(o)]
-
-
-def output_of_mamba2(intermediates: list[mx.array], parts: Parts, mixer: Mamba2Mixer) -> mx.array:
-    """Returns RMSNorm(o ∘ silu(z)) [1, T, heads·P], the input of the output projection."""
-    z, _, _, o = intermediates
-    return rms_norm(o * silu(z), parts.vector["mamba.norm.weight"], mixer.norm_eps)
-
-
-def mix_by_mamba2_backward(
-    x: mx.array,
-    intermediates: list[mx.array],
-    dy: mx.array,
-    scale: float,
-    parts: Parts,
-    mixer: Mamba2Mixer,
-) -> tuple[mx.array, Matrices]:
-    """Returns dx, and the gradients of the LoRA parameters of the input projection.
-
-    dy [1, T, heads·P] is the gradient of the output projection's input.
-    """
-    *split, o = intermediates
-    weights, projected = Mamba2.of(parts, mixer), mx.concatenate(split, axis=-1)
-    d_projected = mamba2_backward(projected, o, dy, weights)
-    return linears_backward(x, {"in": d_projected}, parts.p, scale)
+    conv, taken = _inputs(xBC, dt, parts)
+    do = by_head(d_gated * silu(z), mixer.num_heads)
+    dx, d_step, dB, dC = state_space_backward(*taken, do)
+    d_conv = mx.concatenate([by_token(each) for each in (dx, dB, dC)], axis=-1)
+    d_conv = d_conv * silu_derivative(conv)
+    d_xBC = convolution_backward(d_conv, vector["mamba.conv1d.weight"])
+    d_dt = d_step.T[None] * mx.sigmoid(dt + vector["mamba.dt_bias"])
+    return linears_backward(x, {"in": mx.concatenate([dz, d_xBC, d_dt], axis=-1)}, parts.p)

@@ -2,17 +2,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mesp.models.architecture import Block
 from mesp.reference.attention import Shared
 from mesp.reference.block import block_backward, block_forward, shared_keys_and_values
-from mesp.reference.dropout import Dropout, Masks
+from mesp.reference.dropout import Dropout
 from mesp.reference.head import cross_entropy, cross_entropy_backward
-from mesp.reference.model import Model, Weights, dequantize
-from mesp.reference.per_layer import per_layer_input
+from mesp.reference.model import Model, dequantize
+from mesp.reference.per_layer import layer_input
 from mesp.reference.pieces import scattered
 
 
@@ -50,7 +49,7 @@ def forward_with_shared(
     """Returns the result of `forward`, and the keys and values that several blocks use."""
     hidden, shared = [embed(model, tokens)], {}
     for i, block in enumerate(model.arch.blocks):
-        weights, per_layer = model.blocks[i], layer_input(model, tokens, hidden[0], i)
+        weights = model.blocks[i]
         y, *intermediates = block_forward(
             hidden[-1],
             lora[i],
@@ -58,22 +57,14 @@ def forward_with_shared(
             weights,
             block,
             starts=starts,
-            per_layer=per_layer,
+            per_layer=layer_input(model, tokens, hidden[0], i),
             shared=shared.get(block.keys_of),
-            masks=_masks(dropout, i, block, tokens.size),
+            masks=dropout and dropout.masks(i, block, tokens.size),
         )
         if i in model.arch.owners:
             shared[i] = shared_keys_and_values(intermediates, lora[i], weights, block, starts)
         hidden.append(y)
     return hidden, shared
-
-
-def _masks(dropout: Dropout | None, index: int, block: Block, T: int) -> Masks | None:
-    return dropout.masks(index, block, T) if dropout else None
-
-
-def layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array | None:
-    return per_layer_input(model, tokens, x0, layer) if model.arch.per_layer else None
 
 
 def loss(
@@ -99,61 +90,43 @@ BlockGradient = Callable[..., tuple[mx.array, mx.array, Shared | None]]
 def mesp_block_gradient(
     x: mx.array,
     dy: mx.array,
-    lora: mx.array,
-    scale: float,
-    weights: Weights,
-    block: Block,
-    starts: Sequence[int] = (0,),
-    per_layer: mx.array | None = None,
+    *block: Any,
     shared: Shared | None = None,
     d_shared: Shared | None = None,
-    masks: Masks | None = None,
+    **given: Any,
 ) -> tuple[mx.array, mx.array, Shared | None]:
     """Returns a block's dx, flat LoRA gradient and gradient of `shared`, by hand-derived formulas
     (MeSP).
 
-    The intermediates are recomputed.
+    The intermediates are recomputed. `block` are the LoRA parameters, the scale, the weights and
+    the block; `given` are `starts`, `per_layer` and `masks`, as in `block_forward`.
     """
-    given = {"starts": starts, "per_layer": per_layer, "masks": masks}
-    _, *intermediates = block_forward(x, lora, scale, weights, block, shared=shared, **given)
-    return block_backward(
-        x, intermediates, dy, lora, scale, weights, block, d_shared=d_shared, **given
-    )
+    _, *intermediates = block_forward(x, *block, shared=shared, **given)
+    return block_backward(x, intermediates, dy, *block, d_shared=d_shared, **given)
 
 
 def mebp_block_gradient(
     x: mx.array,
     dy: mx.array,
     lora: mx.array,
-    scale: float,
-    weights: Weights,
-    block: Block,
-    starts: Sequence[int] = (0,),
-    per_layer: mx.array | None = None,
+    *block: Any,
     shared: Shared | None = None,
     d_shared: Shared | None = None,
-    masks: Masks | None = None,
+    **given: Any,
 ) -> tuple[mx.array, mx.array, Shared | None]:
     """Returns the same gradients as `mesp_block_gradient`, by automatic differentiation (MeBP)."""
 
     def outputs(x: mx.array, lora: mx.array, *shared: mx.array) -> list[mx.array]:
-        y, *intermediates = block_forward(
-            x, lora, scale, weights, block, starts=starts, per_layer=per_layer, masks=masks,
-            shared=(shared[0], shared[1]) if shared else None,
-        )  # fmt: skip
-        return [
-            y,
-            *(
-                shared_keys_and_values(intermediates, lora, weights, block, starts)
-                if d_shared
-                else ()
-            ),
-        ]
+        y, *intermediates = block_forward(x, lora, *block, shared=shared, **given)
+        if not d_shared:
+            return [y]
+        _, weights, described = block
+        starts = given.get("starts", (0,))
+        return [y, *shared_keys_and_values(intermediates, lora, weights, described, starts)]
 
-    _, (dx, d_lora, *by_shared) = mx.vjp(
-        outputs, [x, lora, *(shared or ())], [dy, *(d_shared or ())]
-    )
-    return dx, d_lora, (by_shared[0], by_shared[1]) if by_shared else None
+    inputs, gradients = [x, lora, *(shared or ())], [dy, *(d_shared or ())]
+    _, (dx, d_lora, *by_shared) = mx.vjp(outputs, inputs, gradients)
+    return dx, d_lora, tuple(by_shared) or None
 
 
 class Gradients(NamedTuple):
@@ -179,24 +152,21 @@ def gradients(
     pass, only each block's input, the last block's output, and the keys and values that several
     blocks use are kept.
     """
-    arch, targets = model.arch, window[1:]
-    x, shared = forward_with_shared(model, lora, window[:-1], scale, starts, dropout)
+    arch, tokens, targets = model.arch, window[:-1], window[1:]
+    x, shared = forward_with_shared(model, lora, tokens, scale, starts, dropout)
     window_loss = cross_entropy(x[-1], targets, model.head, arch, weights)
     dx = [cross_entropy_backward(x[-1], targets, model.head, arch, weights)]
     d_lora: list[mx.array] = []
     sums: dict[int, Shared] = {}
     for i in reversed(range(len(lora))):
-        block = (lora[i], scale, model.blocks[i], arch.blocks[i])
-        owner = arch.blocks[i].keys_of
+        block, owner = arch.blocks[i], arch.blocks[i].keys_of
         d_input, d_block, by_shared = block_gradient(
-            x[i],
-            dx[0],
-            *block,
-            starts,
-            layer_input(model, window[:-1], x[0], i),
-            shared.get(owner),
-            sums.get(i),
-            _masks(dropout, i, arch.blocks[i], targets.size),
+            *(x[i], dx[0], lora[i], scale, model.blocks[i], block),
+            shared=shared.get(owner),
+            d_shared=sums.get(i),
+            starts=starts,
+            per_layer=layer_input(model, tokens, x[0], i),
+            masks=dropout and dropout.masks(i, block, tokens.size),
         )
         if by_shared:
             dk, dv = sums.get(owner, (0, 0))
@@ -206,22 +176,6 @@ def gradients(
     return Gradients(window_loss, x, dx, d_lora)
 
 
-def _sgd_step(
-    model: Model,
-    lora: list[mx.array],
-    window: mx.array,
-    scale: float,
-    learning_rate: float,
-    block_gradient: BlockGradient,
-    dropout: Dropout | None = None,
-) -> float:
-    g = gradients(model, lora, window, scale, block_gradient, dropout=dropout)
-    for i, d_lora in enumerate(g.lora):
-        lora[i] = lora[i] - learning_rate * d_lora
-    mx.eval(g.loss, lora)
-    return g.loss.item()
-
-
 def mesp_step(
     model: Model,
     lora: list[mx.array],
@@ -229,14 +183,14 @@ def mesp_step(
     scale: float,
     learning_rate: float,
     dropout: Dropout | None = None,
+    block_gradient: BlockGradient = mesp_block_gradient,
 ) -> float:
-    return _sgd_step(model, lora, window, scale, learning_rate, mesp_block_gradient, dropout)
-
-
-def mebp_step(
-    model: Model, lora: list[mx.array], window: mx.array, scale: float, learning_rate: float
-) -> float:
-    return _sgd_step(model, lora, window, scale, learning_rate, mebp_block_gradient)
+    """Takes one step with SGD, which updates `lora` in place, and returns the loss before it."""
+    g = gradients(model, lora, window, scale, block_gradient, dropout=dropout)
+    for i, d_lora in enumerate(g.lora):
+        lora[i] = lora[i] - learning_rate * d_lora
+    mx.eval(g.loss, lora)
+    return g.loss.item()
 
 
 def mezo_noise(lora: list[mx.array], seed: int, step: int) -> list[mx.array]:
@@ -340,10 +294,6 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     return sequences
 
 
-def _window(tokens: mx.array, index: int, seq_len: int) -> mx.array:
-    return tokens[index * seq_len : (index + 1) * seq_len + 1]
-
-
 def train(
     model: Model,
     lora: list[mx.array],
@@ -362,32 +312,16 @@ def train(
     windows = (tokens.size - 1) // seq_len
     losses = []
     for step in range(steps):
-        window = _window(tokens, step_window(step, seed, windows), seq_len)
+        start = step_window(step, seed, windows) * seq_len
+        window = tokens[start : start + seq_len + 1]
         settings = (model, lora, window, scale, learning_rate)
         if method == "mesp":
             of_step = Dropout(dropout, seed, step) if dropout else None
             losses.append(mesp_step(*settings, of_step))
         elif method == "mebp":
-            losses.append(mebp_step(*settings))
+            losses.append(mesp_step(*settings, block_gradient=mebp_block_gradient))
         elif method == "mezo":
             losses.append(mezo_step(*settings, seed=seed, step=step, epsilon=epsilon))
         else:
             raise ValueError(f"unknown method: {method}")
     return losses
-
-
-def evaluate(
-    model: Model,
-    lora: list[mx.array],
-    tokens: mx.array,
-    *,
-    seq_len: int,
-    scale: float,
-    val_batches: int,
-) -> float:
-    """Returns the mean loss, in nats per token, of the first `val_batches` windows of `tokens` [N]
-    int.
-    """
-    windows = min(val_batches, (tokens.size - 1) // seq_len)
-    losses = [loss(model, lora, _window(tokens, i, seq_len), scale).item() for i in range(windows)]
-    return sum(losses) / windows

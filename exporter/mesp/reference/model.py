@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from mesp.bundle.reader import Bundle
 from mesp.models.architecture import Architecture, Block
+from mesp.models.mixers import Mixer
 from mesp.models.quantization_formats import Quantization
 from mesp.reference.dropout import Masks
 from mesp.reference.pieces import Projection
@@ -49,15 +50,7 @@ def dequantize(weights: Weights, name: str, in_size: int) -> mx.array:
     packed, scales, *biases = (weights[name + part] for part in quantization.parts)
     if biases:
         scales, biases = scales.astype(mx.float32), [biases[0].astype(mx.float32)]
-    return mx.dequantize(
-        packed,
-        scales,
-        *biases,
-        group_size=quantization.group_size,
-        bits=quantization.bits,
-        mode=quantization.mode,
-        dtype=mx.float32,
-    )
+    return mx.dequantize(packed, scales, *biases, **asdict(quantization), dtype=mx.float32)
 
 
 # LoRA parameters are one flat float32 vector per block. The vector holds A [in, rank] and B [rank,
@@ -92,9 +85,8 @@ def unpack_lora(flat: mx.array, block: Block) -> Matrices:
 def experts_lora(flat: mx.array, block: Block) -> Matrices:
     """Returns the LoRA matrices of the experts. The dictionary is empty if the experts are
     frozen."""
-    of_modules = block.modules
     matrices = unpack_lora(flat, block)
-    return {name: pair for name, pair in matrices.items() if name not in of_modules}
+    return {name: pair for name, pair in matrices.items() if name not in block.modules}
 
 
 def pack_lora(matrices: Matrices, block: Block) -> mx.array:
@@ -131,15 +123,25 @@ Stored = Callable[[mx.array], mx.array]
 
 
 class Parts(NamedTuple):
+    """The operands of a block. `stored` is applied to each intermediate that is kept."""
+
     p: dict[str, Projection]
     vector: Weights
     eps: float
+    mixer: Mixer
+    stored: Stored
 
     @classmethod
     def of(
-        cls, weights: Weights, lora: mx.array, block: Block, masks: Masks | None = None
+        cls,
+        weights: Weights,
+        lora: mx.array,
+        block: Block,
+        scale: float = 1.0,
+        masks: Masks | None = None,
+        stored: Stored = lambda x: x,
     ) -> Parts:
-        """Returns the operands of a block.
+        """`weights` and `lora` are those of the block.
 
         A projection of a fused module has its own rows of W and bias, and its own columns of B. It
         shares the module's A and dropout mask.
@@ -154,6 +156,7 @@ class Parts(NamedTuple):
                 None if bias is None else bias.astype(mx.float32)[rows],
                 A,
                 B[:, rows],
+                scale,
                 weights.get(f"{name}.h"),
                 masks[module] if masks else None,
                 m[0][rows] if m else None,
@@ -161,7 +164,7 @@ class Parts(NamedTuple):
         vectors = {
             name: weights[name].astype(mx.float32) for name in (*block.norms(), *block.vectors())
         }
-        return cls(projections, vectors, block.arch.rms_norm_eps)
+        return cls(projections, vectors, block.arch.rms_norm_eps, block.mixer, stored)
 
     def of_record(self, record: slice) -> Parts:
         return self._replace(

@@ -17,9 +17,9 @@ from mesp.reference.pieces import (
 NORM = "post_per_layer_input_norm.weight"
 
 
-def per_layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array:
+def layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array | None:
     """Returns p [1, T, size] of a layer, from the tokens [T] and the first block's input x₀ [1, T,
-    hidden].
+    hidden], or None if the model has no per-layer embeddings.
 
         p = (RMSNorm(x₀ Wᵀ / √hidden) + √size e) / √2
 
@@ -27,7 +27,8 @@ def per_layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) ->
     layer's rows of the projection. p depends on no trained parameter.
     """
     arch, arrays = model.arch, model.per_layer
-    assert arch.per_layer
+    if arch.per_layer is None:
+        return None
     size = arch.per_layer.size
     of_layer = slice(layer * size, (layer + 1) * size)
     table, projection = (f"{name}." for name in arch.per_layer_shapes)
@@ -39,22 +40,19 @@ def per_layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) ->
     return (r + math.sqrt(size) * e) / math.sqrt(2)
 
 
-def add_per_layer(
-    h: mx.array, per_layer: mx.array, scale: float, parts: Parts, hidden_act: str
-) -> mx.array:
+def add_per_layer(h: mx.array, per_layer: mx.array, parts: Parts, hidden_act: str) -> mx.array:
     """Returns y = c (h + RMSNorm(out(act(gate(h)) ∘ p))), with h, y [1, T, hidden] and p [1, T,
     size].
 
     c is the block's `layer_scalar`.
     """
-    p, vector, eps = parts
-    u = linear(h, p["ple_gate"], scale)
-    z = linear(gated(u, per_layer, hidden_act), p["ple_out"], scale)
+    p, vector, eps, *_ = parts
+    z = linear(gated(linear(h, p["ple_gate"]), per_layer, hidden_act), p["ple_out"])
     return vector["layer_scalar"] * (h + rms_norm(z, vector[NORM], eps))
 
 
 def add_per_layer_backward(
-    h: mx.array, per_layer: mx.array, dy: mx.array, scale: float, parts: Parts, hidden_act: str
+    h: mx.array, per_layer: mx.array, dy: mx.array, parts: Parts, hidden_act: str
 ) -> tuple[mx.array, Matrices]:
     """Returns dh, and the gradients of the LoRA parameters of gate and out. p is frozen.
 
@@ -63,13 +61,13 @@ def add_per_layer_backward(
         dh₁ = c dy     dz = rms_norm_backward(z, dh₁)     dm = input gradient of out for dz
         du = dm ∘ p ∘ act'(u)     dh = dh₁ + input gradient of gate for du
     """
-    p, vector, eps = parts
-    u = linear(h, p["ple_gate"], scale)
+    p, vector, eps, *_ = parts
+    u = linear(h, p["ple_gate"])
     m = gated(u, per_layer, hidden_act)
-    z = linear(m, p["ple_out"], scale)
+    z = linear(m, p["ple_out"])
     dh, grad = vector["layer_scalar"] * dy, {}
     dz = rms_norm_backward(z, dh, vector[NORM], eps)
-    dm, *grad["ple_out"] = linear_backward(m, dz, p["ple_out"], scale)
+    dm, *grad["ple_out"] = linear_backward(m, dz, p["ple_out"])
     du, _ = gated_backward(u, per_layer, dm, hidden_act)
-    dh_gate, *grad["ple_gate"] = linear_backward(h, du, p["ple_gate"], scale)
+    dh_gate, *grad["ple_gate"] = linear_backward(h, du, p["ple_gate"])
     return dh + dh_gate, grad

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 class Projection(NamedTuple):
     """A linear layer: frozen W [out, in] and bias [out] or None; trained A [in, rank] and B [rank,
-    out].
+    out], whose product is scaled by s.
 
     - `h`: (x ∘ M) A [..., rank] if it was stored, else None.
     - `M`: the mask [T, in] of LoRA dropout, or None.
@@ -19,23 +19,24 @@ class Projection(NamedTuple):
     bias: mx.array | None
     A: mx.array
     B: mx.array
+    s: float
     h: mx.array | None = None
     M: mx.array | None = None
     m: mx.array | None = None
 
 
-def linear(x: mx.array, p: Projection, scale: float) -> mx.array:
+def linear(x: mx.array, p: Projection) -> mx.array:
     """Returns y = z + bias [..., T, out], with z = x Wᵀ + s ((x ∘ M) A) B and x [..., T, in].
 
     With DoRA, y = (m / n) ∘ z + bias, where n is `row_norms`.
     """
-    y = x @ p.W.T + scale * ((_masked(x, p.M) @ p.A) @ p.B)
+    y = x @ p.W.T + p.s * ((_masked(x, p.M) @ p.A) @ p.B)
     if p.m is not None:
-        y = (p.m / row_norms(p, scale)) * y
+        y = (p.m / row_norms(p)) * y
     return y if p.bias is None else y + p.bias
 
 
-def linear_backward(x: mx.array, dy: mx.array, p: Projection, scale: float) -> tuple[mx.array, ...]:
+def linear_backward(x: mx.array, dy: mx.array, p: Projection) -> tuple[mx.array, ...]:
     """Returns dx, dA and dB. W and bias are frozen. h is recomputed unless it was stored.
 
         h = (x ∘ M) A     dh = s dy Bᵀ     dB = s hᵀ dy     dA = (x ∘ M)ᵀ dh
@@ -46,21 +47,19 @@ def linear_backward(x: mx.array, dy: mx.array, p: Projection, scale: float) -> t
     """
     dm = []
     if p.m is not None:
-        n, z = row_norms(p, scale), linear(x, p._replace(bias=None, m=None), scale)
+        n, z = row_norms(p), linear(x, p._replace(bias=None, m=None))
         dm = [mx.sum(_rows(dy) * _rows(z), axis=0) / n]
         dy = (p.m / n) * dy
     kept = _masked(x, p.M)
     h = kept @ p.A if p.h is None else p.h
-    dh = scale * (dy @ p.B.T)
-    dB = scale * (_rows(h).T @ _rows(dy))
+    dh = p.s * (dy @ p.B.T)
+    dB = p.s * (_rows(h).T @ _rows(dy))
     dA = _rows(kept).T @ _rows(dh)
-    dx_base = dy @ p.W
-    dx_lora = _masked(dh @ p.A.T, p.M)
-    return dx_base + dx_lora, dA, dB, *dm
+    return dy @ p.W + _masked(dh @ p.A.T, p.M), dA, dB, *dm
 
 
 def linears_backward(
-    x: mx.array, outputs: dict[str, mx.array], p: dict[str, Projection], scale: float
+    x: mx.array, outputs: dict[str, mx.array], p: dict[str, Projection]
 ) -> tuple[mx.array, dict[str, list[mx.array]]]:
     """Returns dx, summed over the projections of x, and the gradients of each one's adapters.
 
@@ -68,16 +67,16 @@ def linears_backward(
     """
     dx, grad = mx.zeros_like(x), {}
     for name, dy in outputs.items():
-        d_in, *grad[name] = linear_backward(x, dy, p[name], scale)
+        d_in, *grad[name] = linear_backward(x, dy, p[name])
         dx = dx + d_in
     return dx, grad
 
 
-def row_norms(p: Projection, scale: float) -> mx.array:
+def row_norms(p: Projection) -> mx.array:
     """Returns n [out], the norm of each row of W + s (A B)ᵀ, or ∞ if the row is zero. The gradient
     treats n as a constant.
     """
-    squares = mx.sum(mx.square(p.W + scale * (p.A @ p.B).T), axis=1)
+    squares = mx.sum(mx.square(p.W + p.s * (p.A @ p.B).T), axis=1)
     return mx.stop_gradient(mx.where(squares < 2.0**-126, mx.inf, mx.sqrt(squares)))
 
 
@@ -100,9 +99,7 @@ def rms_norm_backward(x: mx.array, dy: mx.array, weight: mx.array | float, eps: 
     """Returns dx = r g - x r³ mean(g ∘ x), with g = dy ∘ w and r as in `rms_norm`. w is frozen."""
     r = mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps)
     g = dy * weight
-    dx_direct = r * g
-    dx_through_r = -x * r**3 * mx.mean(g * x, axis=-1, keepdims=True)
-    return dx_direct + dx_through_r
+    return r * g - x * r**3 * mx.mean(g * x, axis=-1, keepdims=True)
 
 
 def split_heads(x: mx.array, heads: int) -> mx.array:

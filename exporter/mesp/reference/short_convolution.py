@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mesp.models.mixers import ShortConvolution
-from mesp.reference.model import Matrices, Parts, Stored
+from mesp.reference.model import Matrices, Parts
 from mesp.reference.pieces import linear, linears_backward
 
 
@@ -24,30 +23,21 @@ def convolution_backward(dy: mx.array, w: mx.array) -> mx.array:
     return sum(w[:, j] * padded[:, K - 1 - j : K - 1 - j + T] for j in range(K))
 
 
-def mix_by_short_convolution(
-    x: mx.array, scale: float, parts: Parts, mixer: ShortConvolution, stored: Stored
-) -> list[mx.array]:
+def mix_by_short_convolution(x: mx.array, parts: Parts) -> list[mx.array]:
     """Returns [b, c, u, conv(b ∘ u)] with b, c, u = in(x). All have the shape of x [1, T,
     hidden]."""
-    b, c, u = (stored(each) for each in mx.split(linear(x, parts.p["in"], scale), 3, axis=-1))
-    return [b, c, u, stored(convolution(b * u, parts.vector["conv.conv.weight"]))]
+    b, c, u = map(parts.stored, mx.split(linear(x, parts.p["in"]), 3, axis=-1))
+    return [b, c, u, parts.stored(convolution(b * u, parts.vector["conv.conv.weight"]))]
 
 
-def output_of_short_convolution(
-    intermediates: list[mx.array], parts: Parts, mixer: ShortConvolution
-) -> mx.array:
+def output_of_short_convolution(intermediates: list[mx.array], parts: Parts) -> mx.array:
     """Returns y = c ∘ conv_out, the input of the output projection."""
     _, c, _, conv_out = intermediates
     return c * conv_out
 
 
 def mix_by_short_convolution_backward(
-    x: mx.array,
-    intermediates: list[mx.array],
-    dy: mx.array,
-    scale: float,
-    parts: Parts,
-    mixer: ShortConvolution,
+    x: mx.array, intermediates: list[mx.array], dy: mx.array, parts: Parts
 ) -> tuple[mx.array, Matrices]:
     """Returns dx, and the gradients of the LoRA parameters of the input projection.
 
@@ -57,4 +47,4 @@ def mix_by_short_convolution_backward(
     b, c, u, conv_out = intermediates
     d_bu = convolution_backward(dy * c, parts.vector["conv.conv.weight"])
     d_in = mx.concatenate([d_bu * u, dy * conv_out, d_bu * b], axis=-1)
-    return linears_backward(x, {"in": d_in}, parts.p, scale)
+    return linears_backward(x, {"in": d_in}, parts.p)

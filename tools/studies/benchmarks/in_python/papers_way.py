@@ -75,12 +75,12 @@ def paper_step(
 def h_of(
     intermediates: list[mx.array], lora: mx.array, weights: Weights, block: Block
 ) -> dict[str, mx.array]:
-    parts, (_, output, _) = Parts.of(weights, lora, block), MIXERS[type(block.mixer)]
+    parts, (_, _, output, _) = Parts.of(weights, lora, block), MIXERS[type(block.mixer)]
     mixer_in, *of_mixer, x_mid, gate, up = intermediates[:8]
     norm = parts.vector[f"{block.arch.mlp_norm}.weight"]
     mlp_in = reference.rms_norm(x_mid, norm, parts.eps)
     inputs = {
-        block.mixer.out: output(of_mixer, parts, block.mixer),
+        block.mixer.out: output(of_mixer, parts),
         "gate": mlp_in,
         "up": mlp_in,
         "down": gated(gate, up, block.arch.hidden_act),
