@@ -43,7 +43,9 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
         unfinished.mkdir(parents=True, exist_ok=True)
         with locked(unfinished, doing):
             try:
-                _empty(unfinished)
+                for left in unfinished.iterdir():
+                    is_folder = left.is_dir() and not left.is_symlink()
+                    shutil.rmtree(left) if is_folder else left.unlink()
                 yield unfinished
                 for written in (*unfinished.rglob("*"), unfinished):
                     sync(written)
@@ -130,8 +132,3 @@ def refuse_linked_folders(folder: Path) -> None:
                 f"{path} is a symbolic link, and a run keeps to its own folder: put a folder in "
                 "its place, or name another --out."
             )
-
-
-def _empty(folder: Path) -> None:
-    for left in folder.iterdir():
-        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()

@@ -49,10 +49,6 @@ def quality(record: dict[str, Any]) -> str:
 def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes} min"
-        if hours
-        else f"{minutes} min {seconds} s"
-        if minutes
-        else f"{seconds} s"
-    )
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -1,5 +1,6 @@
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.lora import CONFIG_DEFAULTS
 
-from helpers.adapters import RANK, SCALE, write_adapters, write_peft
+from helpers.adapters import RANK, SCALE, exported, write_adapters, write_peft
 from helpers.commands import call
-from helpers.models import FAMILIES, write_model
+from helpers.models import FAMILIES
 from mesp.adapters import config
 from mesp.adapters.config import FIELDS
 from mesp.adapters.load import read_adapters
@@ -24,18 +25,16 @@ PEFT, MLX = "adapter_model.safetensors", "adapters.safetensors"
 
 @pytest.fixture(scope="module", params=["qwen2", "granitemoehybrid", "lfm2_moe", "qwen3_5"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    return exported(request.param, tmp_path_factory.mktemp(request.param))
+    return with_adapters(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return exported("qwen2", tmp_path_factory.mktemp("qwen"))
+    return with_adapters("qwen2", tmp_path_factory.mktemp("qwen"))
 
 
-def exported(name: str, folder: Path) -> tuple[Path, Path]:
-    model, bundle = write_model(folder / "model", FAMILIES[name]), folder / "b.mesp"
-    size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
-    call("export", "--model", model, "--out", bundle, *size)
+def with_adapters(name: str, folder: Path) -> tuple[Path, Path]:
+    bundle = exported(folder, FAMILIES[name])
     adapters = write_adapters(folder / "adapters", bundle)
     write_peft(adapters / "peft", bundle, adapters)
     return bundle, adapters
@@ -51,10 +50,11 @@ def change(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def change_weights(folder: Path, file: str, weights: dict[str, mx.array]) -> None:
-    whole = mx.load(str(folder / file))
-    mx.eval(whole)
-    mx.save_safetensors(str(folder / file), whole | weights)
+def change_weights(folder: Path, change: Callable[[dict], dict]) -> None:
+    (file,) = folder.glob("*.safetensors")
+    weights = mx.load(str(file))
+    mx.eval(weights)
+    mx.save_safetensors(str(file), change(weights))
 
 
 def written(bundle: Path, adapters: Path) -> list[int]:
@@ -195,11 +195,8 @@ def test_a_matrix_without_a_place_in_the_configuration_is_refused(qwen, copy: Pa
 
 
 def keep_only(folder: Path, name: str) -> None:
-    (file,) = folder.glob("*.safetensors")
     names = {name, name.replace("lora_A", "lora_B").replace("lora_a", "lora_b")}
-    kept = {each: array for each, array in mx.load(str(file)).items() if each in names}
-    mx.eval(kept)
-    mx.save_safetensors(str(file), kept)
+    change_weights(folder, lambda weights: {each: weights[each] for each in names})
 
 
 @pytest.mark.parametrize(
@@ -258,7 +255,7 @@ def test_numbers_that_are_not_finite_are_refused(qwen, copy: Path, number: float
     name = min(name for name in weights if "lora_" in name)
     array = mx.array(weights[name])
     array[0, 0] = number
-    change_weights(copy / inside, file.name, {name: array})
+    change_weights(copy / inside, lambda weights: weights | {name: array})
     said = f"{name} has numbers that are not finite; train them again"
     check_refused(qwen[0], copy / inside, said)
 
@@ -266,7 +263,7 @@ def test_numbers_that_are_not_finite_are_refused(qwen, copy: Path, number: float
 @pytest.mark.parametrize("part", ["lora_magnitude_vector", "lora_B.bias", "lora_embedding_A"])
 def test_a_tensor_that_nothing_uses_is_named(qwen, copy: Path, part: str):
     name = f"base_model.model.model.layers.0.self_attn.q_proj.{part}"
-    change_weights(copy / "peft", PEFT, {name: mx.ones(3)})
+    change_weights(copy / "peft", lambda weights: weights | {name: mx.ones(3)})
     said = f"it holds {name}, which is not a LoRA matrix of one of this model's layers"
     check_refused(qwen[0], copy / "peft", said)
 
@@ -275,26 +272,26 @@ Q = "self_attn.q_proj"
 MLX_Q, PEFT_Q = f"model.layers.1.{Q}", f"base_model.model.model.layers.1.{Q}"
 VECTOR = f"{PEFT_Q}.lora_magnitude_vector"
 DAMAGED_DORA = {
-    "no m": (".", MLX, {f"{MLX_Q}.m": None}, f"{MLX_Q}.m is missing"),
-    "no vector": ("peft", PEFT, {VECTOR: None}, f"{VECTOR} is missing"),
+    "no m": (".", {f"{MLX_Q}.m": None}, f"{MLX_Q}.m is missing"),
+    "no vector": ("peft", {VECTOR: None}, f"{VECTOR} is missing"),
     "m alone": (
-        *("peft", PEFT, {f"{PEFT_Q}.lora_A.weight": None, f"{PEFT_Q}.lora_B.weight": None}),
+        *("peft", {f"{PEFT_Q}.lora_A.weight": None, f"{PEFT_Q}.lora_B.weight": None}),
         f"{PEFT_Q}.lora_A.weight is missing",
     ),
     "a shorter m": (
-        *(".", MLX, {f"{MLX_Q}.m": mx.ones(64)}),
+        *(".", {f"{MLX_Q}.m": mx.ones(64)}),
         f"{MLX_Q}.m has the shape [64], where the model needs [128]",
     ),
     "a longer vector": (
-        *("peft", PEFT, {VECTOR: mx.ones((128, 1))}),
+        *("peft", {VECTOR: mx.ones((128, 1))}),
         f"{VECTOR} has the shape [128, 1], where the model needs [128]",
     ),
     "nan": (
-        *(".", MLX, {f"{MLX_Q}.m": mx.array([float("nan")] * 128)}),
+        *(".", {f"{MLX_Q}.m": mx.array([float("nan")] * 128)}),
         f"{MLX_Q}.m has numbers that are not finite; train them again",
     ),
     "both names": (
-        *("peft", PEFT, {f"{VECTOR}.weight": mx.ones(128)}),
+        *("peft", {f"{VECTOR}.weight": mx.ones(128)}),
         f"it holds {VECTOR}, which is not a LoRA matrix of one of this model's layers",
     ),
 }
@@ -302,14 +299,14 @@ DAMAGED_DORA = {
 
 @pytest.mark.parametrize("kind", DAMAGED_DORA)
 def test_magnitudes_that_do_not_fit_are_refused(qwen, tmp_path: Path, kind: str):
-    inside, file, changed, said = DAMAGED_DORA[kind]
+    inside, changed, said = DAMAGED_DORA[kind]
     folder = write_adapters(tmp_path / "dora", qwen[0], dora=True)
     write_peft(folder / "peft", qwen[0], folder)
     check_read(qwen[0], folder / inside)
-    weights = mx.load(str(folder / inside / file)) | changed
-    weights = {name: array for name, array in weights.items() if array is not None}
-    mx.eval(weights)
-    mx.save_safetensors(str(folder / inside / file), weights)
+    change_weights(
+        folder / inside,
+        lambda weights: {n: a for n, a in (weights | changed).items() if a is not None},
+    )
     check_refused(qwen[0], folder / inside, said)
 
 
@@ -320,7 +317,7 @@ def check_read(bundle: Path, adapters: Path) -> None:
 
 @pytest.mark.parametrize("form", [".", "peft"])
 def test_dora_of_experts_is_refused(tmp_path: Path, form: str):
-    bundle, adapters = exported("lfm2_moe", tmp_path)
+    bundle, adapters = with_adapters("lfm2_moe", tmp_path)
     dora = write_adapters(tmp_path / "dora", bundle, dora=True)
     write_peft(dora / "peft", bundle, dora)
     check_read(bundle, dora / form)
@@ -331,12 +328,9 @@ def test_dora_of_experts_is_refused(tmp_path: Path, form: str):
         if "expert" in name or "switch_mlp" in name
     }
     assert experts
-    change_weights(dora / form, file.name, experts)
-    targets = json.loads((adapters / form / config.CONFIG).read_text()).get("target_parameters")
-    change(dora / form, **({"target_parameters": targets} if form == "peft" else {}))
-    if form == ".":
-        parameters = json.loads((adapters / config.CONFIG).read_text())["lora_parameters"]
-        change(dora, lora_parameters=parameters)
+    change_weights(dora / form, lambda weights: weights | experts)
+    key = "target_parameters" if form == "peft" else "lora_parameters"
+    change(dora / form, **{key: json.loads((adapters / form / config.CONFIG).read_text())[key]})
     check_refused(bundle, dora / form, f"they use DoRA for experts, {PLAIN}")
 
 
@@ -354,14 +348,15 @@ def test_the_text_of_several_modalities_may_have_been_trained_alone(tmp_path: Pa
     """AutoModelForCausalLM loads only the text model of Qwen3.5. The layer names of this text
     model do not contain `language_model`.
     """
-    bundle, adapters = exported("qwen3_5", tmp_path)
+    bundle, adapters = with_adapters("qwen3_5", tmp_path)
     weights = mx.load(str(adapters / "peft" / PEFT))
     there = "base_model.model.model.language_model.layers."
     assert all(name.startswith(there) for name in weights)
-    alone = {name.replace(".language_model", ""): array for name, array in weights.items()}
-    mx.eval(alone)
-    mx.save_safetensors(str(adapters / "peft" / PEFT), alone)
-    names = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in alone})
+    change_weights(
+        adapters / "peft",
+        lambda weights: {name.replace(".language_model", ""): weights[name] for name in weights},
+    )
+    names = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in weights})
     change(adapters / "peft", target_modules=names)
     arch = Bundle(bundle).architecture
     ours, theirs = (read_adapters(each, arch) for each in (adapters, adapters / "peft"))
@@ -372,15 +367,13 @@ def test_the_text_of_several_modalities_may_have_been_trained_alone(tmp_path: Pa
 @pytest.mark.parametrize("kept", ["gate_up_proj", "down_proj"])
 def test_one_parameter_of_experts_may_have_adapters_alone(tmp_path: Path, kept: str):
     """If a single parameter of experts has adapters, PEFT's names do not contain `base_layer`."""
-    bundle, adapters = exported("lfm2_moe", tmp_path)
-    weights = mx.load(str(adapters / "peft" / PEFT))
+    bundle, adapters = with_adapters("lfm2_moe", tmp_path)
     inside = ".base_layer" if kept == "gate_up_proj" else ""
     place = f"feed_forward.experts{inside}.lora_"
-    weights = {
-        name.replace(".base_layer", ""): array for name, array in weights.items() if place in name
-    }
-    mx.eval(weights)
-    mx.save_safetensors(str(adapters / "peft" / PEFT), weights)
+    change_weights(
+        adapters / "peft",
+        lambda weights: {n.replace(".base_layer", ""): weights[n] for n in weights if place in n},
+    )
     change(adapters / "peft", target_parameters=[f"experts.{kept}"])
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kept]
     arch = Bundle(bundle).architecture

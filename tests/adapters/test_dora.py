@@ -12,10 +12,18 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
-from helpers.adapters import RANK, SCALE, with_weighted_sum, write_adapters, write_peft
+from helpers.adapters import (
+    RANK,
+    SCALE,
+    exported,
+    with_weighted_sum,
+    write_adapters,
+    write_peft,
+)
 from helpers.commands import call
+from helpers.derivatives import relative_error
 from helpers.gguf_files import MODELS, q8_0, write_gguf
-from helpers.models import FAMILIES, random_tensors, write_model
+from helpers.models import FAMILIES, random_tensors
 from mesp.adapters.load import apply_adapters, read_adapters, stack_adapters
 from mesp.bundle.reader import Bundle
 from mesp.source_model.gguf.header import GGUF
@@ -29,9 +37,7 @@ TOKENS = mx.array([[5, 6, 7, 8, 9, 10]])
 @pytest.fixture(scope="module", params=NAMES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp(request.param)
-    model, bundle = write_model(folder / "model", FAMILIES[request.param]), folder / "b.mesp"
-    size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
-    call("export", "--model", model, "--out", bundle, *size)
+    bundle = exported(folder, FAMILIES[request.param])
     return bundle, write_adapters(folder / "adapters", bundle, dora=True)
 
 
@@ -46,10 +52,6 @@ def with_adapters(bundle: Path, folder: Path) -> nn.Module:
     read = read_adapters(folder, Bundle(bundle).architecture)
     apply_adapters(model, stack_adapters([(read, 1.0)], model))
     return model
-
-
-def relative_error(a: mx.array, b: mx.array) -> float:
-    return (mx.linalg.norm(a - b) / mx.linalg.norm(b)).item()
 
 
 def test_mlx_lm_loads_and_computes_the_same(family):

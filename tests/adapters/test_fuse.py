@@ -14,8 +14,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import load_adapters
 
-from helpers.adapters import RANK, SCALE, write_adapters
+from helpers.adapters import RANK, SCALE, exported, write_adapters
 from helpers.commands import call, refused, run
+from helpers.derivatives import relative_error
+from helpers.gguf_files import INTERLEAVED
 from helpers.mlx_models import with_few_values
 from helpers.models import FAMILIES, random_tensors, text_of, write_model
 from mesp import reference
@@ -31,10 +33,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def with_adapters(name: str, folder: Path) -> tuple[Path, Path]:
-    model = write_model(folder / "model", FAMILIES[name])
-    bundle = folder / "bundle.mesp"
-    size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
-    call("export", "--model", model, "--out", bundle, *size)
+    bundle = exported(folder, FAMILIES[name])
     return bundle, write_adapters(folder / "adapters", bundle)
 
 
@@ -47,8 +46,12 @@ def logits(model, tokens: mx.array) -> mx.array:
     return model(tokens[None])
 
 
-def relative_error(a: mx.array, b: mx.array) -> float:
-    return (mx.linalg.norm(a - b) / mx.linalg.norm(b)).item()
+def tuned(bundle: Path, adapters: Path) -> tuple[mx.array, mx.array, mx.array]:
+    """Returns some tokens, and their logits without and with the adapters."""
+    opened = Bundle(bundle)
+    tokens = mx.array(opened.tokens("train")[:4])
+    expected = logits(load_adapters(opened.to_mlx_lm(), str(adapters)), tokens)
+    return tokens, logits(opened.to_mlx_lm(), tokens), expected
 
 
 @pytest.mark.parametrize(("bits", "tolerance"), [("bfloat16", 0.02), ("8", 0.05), ("4", 0.45)])
@@ -63,11 +66,7 @@ def test_the_fused_model_is_the_one_with_adapters(family, tmp_path, bits, tolera
     done = fuse(bundle, adapters, tmp_path / "fused", "--bits", bits, "--val-batches", 2)
     assert done.returncode == 0, done.stderr
     fused, _ = mlx_lm.load(str(tmp_path / "fused"))
-    opened = Bundle(bundle)
-    tokens = mx.array(opened.tokens("train")[:4])
-    base = logits(opened.to_mlx_lm(), tokens)
-    expected = logits(load_adapters(opened.to_mlx_lm(), str(adapters)), tokens)
-
+    tokens, base, expected = tuned(bundle, adapters)
     assert relative_error(logits(fused, tokens), expected) <= tolerance
     assert relative_error(base, expected) > 0.5
     quantized = {name for name, _ in tree_flatten(fused.parameters()) if name.endswith(".scales")}
@@ -83,9 +82,7 @@ def test_a_fused_model_of_few_bits_says_what_it_has(tmp_path, bits):
     size = ("--seq-len", 8, "--rank", RANK, "--data", "python-docs")
     call("export", "--model", model, "--out", bundle, *size)
     adapters = write_adapters(tmp_path / "adapters", bundle)
-    opened = Bundle(bundle)
-    tokens = mx.array(opened.tokens("train")[:4])
-    expected = logits(load_adapters(opened.to_mlx_lm(), str(adapters)), tokens)
+    tokens, _, expected = tuned(bundle, adapters)
     for width, said, tolerance in (
         ("8", "14 of 2 bits in groups of 128 now have 8 bits in groups of 64; the other matrices "
             "keep their codes, with scales in bfloat16.", 0.05),
@@ -118,10 +115,7 @@ def test_experts_are_fused(tmp_path, bits, tolerance):
     mx.save_safetensors(str(adapters / "adapters.safetensors"), experts)
     assert fuse(bundle, adapters, tmp_path / "fused", "--bits", bits).returncode == 0
     fused, _ = mlx_lm.load(str(tmp_path / "fused"))
-    opened = Bundle(bundle)
-    tokens = mx.array(opened.tokens("train")[:4])
-    base = logits(opened.to_mlx_lm(), tokens)
-    expected = logits(load_adapters(opened.to_mlx_lm(), str(adapters)), tokens)
+    tokens, base, expected = tuned(bundle, adapters)
     assert relative_error(logits(fused, tokens), expected) <= tolerance
     assert relative_error(base, expected) > 0.1
 
@@ -224,12 +218,8 @@ def test_gguf_adapters_are_as_llama_cpp_names_them(family, tmp_path):
     b = np.array(ours["model.layers.0.self_attn.q_proj"][1]).T
     size = arch.mixers[0].head_dim
     heads = b.reshape(arch.mixers[0].num_attention_heads, size, RANK)
-    if arch.model_type in (
-        "llama",
-        "smollm3",
-        "granite",
-        "minicpm",
-    ):  # MeSP rotates halves of a head; llama.cpp rotates pairs of neighbours
+    if arch.model_type in INTERLEAVED:
+        # MeSP rotates halves of a head; llama.cpp rotates pairs of neighbours
         pairs = [i // 2 + (size // 2) * (i % 2) for i in range(size)]
         heads = heads[:, pairs]
     assert np.array_equal(tensors["blk.0.attn_q.weight.lora_b"], heads.reshape(b.shape))
@@ -332,10 +322,8 @@ def test_a_fused_base_model_stops_where_its_data_ended(tmp_path):
     adapters = write_adapters(tmp_path / "adapters", bundle)
     assert fuse(bundle, adapters, tmp_path / "fused", "--val-batches", 0).returncode == 0
     _, fused = mlx_lm.load(str(tmp_path / "fused"))
-    assert fused.eos_token_ids == {
-        fused.convert_tokens_to_ids("<|im_end|>"),
-        fused.eos_token_id,
-    }
+    ends = {fused.convert_tokens_to_ids("<|im_end|>"), fused.eos_token_id}
+    assert fused.eos_token_ids == ends
     assert len(fused.eos_token_ids) == 2
 
 

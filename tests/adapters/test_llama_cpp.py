@@ -32,10 +32,10 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import dequantize_model
 from tokenizers import Tokenizer
 
-from helpers.adapters import with_weighted_sum, write_adapters
+from helpers.adapters import exported, with_weighted_sum, write_adapters
 from helpers.commands import call
 from helpers.gguf_files import INTERLEAVED, MODELS, q8_0, write_gguf
-from helpers.models import FAMILIES, random_tensors, write_model
+from helpers.models import FAMILIES, random_tensors
 from mesp.adapters.weighted import WeightedAdapters, weigh
 from mesp.bundle.reader import Bundle
 from mesp.data.prompts import encode_prompt
@@ -97,15 +97,13 @@ class Case:
 @pytest.fixture(scope="module", params=["demo", *TINY])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder, name = tmp_path_factory.mktemp(request.param), request.param
-    bundle = folder / "bundle.mesp"
     if name == "demo":
+        bundle = folder / "bundle.mesp"
         call("export", "--model", "demo", "--out", bundle, "--seq-len", 64)
         call("train", bundle, "--steps", 40, "--val-batches", 0, "--out", folder / "run")
         adapters = folder / "run" / "adapters"
     else:
-        model = write_model(folder / "model", FAMILIES[name] | TINY[name])
-        size = ("--seq-len", 8, "--rank", 2, "--group-size", 32, "--data", "python-docs")
-        call("export", "--model", model, "--out", bundle, *size)
+        bundle = exported(folder, FAMILIES[name] | TINY[name])
         adapters = write_adapters(folder / "adapters", bundle, 1.0 if "gemma" in name else 0.1)
     options = ("--bits", "bfloat16", "--gguf", "--val-batches", 0)
     call("fuse", bundle, "--adapters", adapters, "--out", folder / "fused", *options)

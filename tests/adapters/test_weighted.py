@@ -14,9 +14,9 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 import mesp
-from helpers.adapters import with_weighted_sum, write_adapters
+from helpers.adapters import exported, with_weighted_sum, write_adapters
 from helpers.commands import call, refused, run
-from helpers.models import FAMILIES, write_model
+from helpers.models import FAMILIES
 from helpers.paths import FAKE_ENGINE
 from mesp.adapters.load import apply_adapters, read_adapters, stack_adapters
 from mesp.bundle.reader import Bundle
@@ -41,10 +41,7 @@ def write_all(folder: Path, bundle: Path) -> None:
 @pytest.fixture(scope="module", params=["qwen3", "llama", "gemma2", "lfm2_moe"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    model = write_model(folder / "model", FAMILIES[request.param])
-    size = ("--seq-len", 8, "--rank", 2, "--group-size", 32, "--data", "python-docs")
-    call("export", "--model", model, "--out", folder / "bundle.mesp", *size)
-    write_all(folder, folder / "bundle.mesp")
+    write_all(folder, exported(folder, FAMILIES[request.param]))
     return folder
 
 

@@ -3,16 +3,26 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import dequantize_model
 
+from helpers.commands import call
+from helpers.models import write_model
 from mesp import reference
 from mesp.bundle.reader import Bundle
 
 RANK, SCALE = 2, 3.0
+
+
+def exported(folder: Path, config: dict[str, Any]) -> Path:
+    model, bundle = write_model(folder / "model", config), folder / "bundle.mesp"
+    size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
+    call("export", "--model", model, "--out", bundle, *size)
+    return bundle
 
 
 def write_adapters(

@@ -104,7 +104,7 @@ class Oracle:
             lora.append(reference.pack_lora(matrices, block))
         for number, (tokens, positions) in enumerate(records):
             own = dropout and dropout._replace(sequence=number)
-            y = reference.forward(self.model, lora, tokens[:-1], scale, dropout=own)[-1]
+            y = reference.forward(self.model, lora, tokens[:-1], scale, dropout=own)[0][-1]
             counted = y[:, positions - 1]
             mean = reference.cross_entropy(counted, tokens[positions], self.model.head, arch)
             losses.append((mean * counted.shape[1], counted.shape[1]))

@@ -155,15 +155,8 @@ def dequantized(linear: nn.Module) -> mx.array:
     """Returns W [out, in] of a linear layer, quantized or not."""
     if not isinstance(linear, nn.QuantizedLinear):
         return linear.weight
-    return mx.dequantize(
-        linear.weight,
-        linear.scales,
-        linear.biases,
-        group_size=linear.group_size,
-        bits=linear.bits,
-        mode=linear.mode,
-        dtype=mx.float32,
-    )
+    packed, how = (linear.weight, linear.scales, linear.biases), (linear.group_size, linear.bits)
+    return mx.dequantize(*packed, *how, mode=linear.mode, dtype=mx.float32)
 
 
 def _stack(kept: Sequence[tuple[AdapterSum, float]], path: str) -> tuple[mx.array, mx.array]:

@@ -7,7 +7,7 @@ here reads and writes only within its arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import mlx.core as mx
@@ -25,7 +25,6 @@ from mesp.block_function.mlxfn import (
 from mesp.models.architecture import Block
 from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer
 
-Shape = tuple[int, ...]
 _TYPES = {tuple(code): name for name, code in ALLOWED["types"].items()}
 _STATE, _INPUTS = "unsupported parameters", "its inputs do not match"
 _AND = 0  # MLX's code of `and` in BitwiseBinary
@@ -123,8 +122,7 @@ def _signature(
 
 
 def _check_function(function: Function, device: int) -> None:
-    if function.keywords:
-        raise ValueError("it has inputs with names")
+    _require(not function.keywords, "it has inputs with names")
     known = dict(function.inputs)
     for id, (array, _) in function.constants.items():
         _add(known, id, array)
@@ -181,9 +179,7 @@ def _check_primitive(primitive: Primitive, inputs: list[Array], outputs: list[Ar
         _require(len(inputs) == allowed["inputs"], "a wrong number of inputs")
     if not allowed.get("empty"):
         _require(all(0 not in each.shape for each in inputs + outputs), "an array is empty")
-    expected = _RULES[allowed["rule"]](primitive, inputs)
-    if allowed["rule"] == "depends":
-        expected = expected[: len(outputs)]
+    expected = getattr(_Rules(primitive, inputs), allowed["rule"])()
     _require(outputs == expected, "its outputs have other shapes or types than its inputs make")
     if allowed.get("changes"):
         _require(outputs != inputs[:1], "it changes nothing")
@@ -191,169 +187,6 @@ def _check_primitive(primitive: Primitive, inputs: list[Array], outputs: list[Ar
     if allowed["rule"] == "select":
         kinds = {_TYPES[inputs[1].dtype]}
     _require(kinds <= set(allowed["types"]), "an unsupported type")
-
-
-def _one(inputs: Sequence[Array]) -> Array:
-    _require(len(inputs) == 1, "a wrong number of inputs")
-    return inputs[0]
-
-
-def _ascending(places: Shape, stop: int) -> None:
-    _require(
-        list(places) == sorted(set(places)) and all(0 <= place < stop for place in places), _STATE
-    )
-
-
-def _elementwise(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    _require(all(each == inputs[0] for each in inputs), _INPUTS)
-    return [inputs[0]]
-
-
-def _compare(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    a, b = inputs
-    _require(a == b, _INPUTS)
-    return [Array(a.shape, _CODES["bool"])]
-
-
-def _select(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    condition, a, b = inputs
-    _require(a == b and condition == Array(a.shape, _CODES["bool"]), _INPUTS)
-    return [a]
-
-
-def _convert(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    return [Array(_one(inputs).shape, primitive.state)]
-
-
-def _view(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, size = _one(inputs), primitive.state[1]
-    *others, last = x.shape
-    _require(size > 0 and last * x.dtype[1] % size == 0, _STATE)
-    return [Array((*others, last * x.dtype[1] // size), primitive.state)]
-
-
-def _arange(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    start, stop, step = primitive.state
-    _require(not inputs and all(map(math.isfinite, primitive.state)) and step != 0, _STATE)
-    length = max(0, math.ceil((stop - start) / step))
-    (output,) = primitive.outputs.values()
-    return [Array((length,), output.dtype)]
-
-
-def _broadcast(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, (shape,) = _one(inputs), primitive.state
-    last = shape[len(shape) - len(x.shape) :]
-    _require(
-        len(shape) >= len(x.shape)
-        and all(n in (1, wide) for n, wide in zip(x.shape, last, strict=True)),
-        _STATE,
-    )
-    return [Array(shape, x.dtype)]
-
-
-def _reshape(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, (shape,) = _one(inputs), primitive.state
-    if -1 in shape:
-        place, others = shape.index(-1), math.prod(n for n in shape if n != -1)
-        _require(others > 0, _STATE)
-        shape = (*shape[:place], math.prod(x.shape) // others, *shape[place + 1 :])
-    _require(min(shape, default=0) >= 0 and math.prod(shape) == math.prod(x.shape), _STATE)
-    return [Array(shape, x.dtype)]
-
-
-def _expand(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, (places,) = _one(inputs), primitive.state
-    _ascending(places, len(x.shape) + len(places))
-    shape = list(x.shape)
-    for place in places:
-        shape.insert(place, 1)
-    return [Array(tuple(shape), x.dtype)]
-
-
-def _squeeze(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, (places,) = _one(inputs), primitive.state
-    _ascending(places, len(x.shape))
-    _require(all(x.shape[place] == 1 for place in places), _STATE)
-    shape = tuple(n for place, n in enumerate(x.shape) if place not in places)
-    return [Array(shape, x.dtype)]
-
-
-def _flatten(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, (first, last) = _one(inputs), primitive.state
-    _require(0 <= first < last < len(x.shape), _STATE)
-    flat = math.prod(x.shape[first : last + 1])
-    return [Array((*x.shape[:first], flat, *x.shape[last + 1 :]), x.dtype)]
-
-
-def _unflatten(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, (place, shape) = _one(inputs), primitive.state
-    _require(0 <= place < len(x.shape) and len(shape) > 0, _STATE)
-    _require(min(shape) >= 0 and math.prod(shape) == x.shape[place], _STATE)
-    return [Array((*x.shape[:place], *shape, *x.shape[place + 1 :]), x.dtype)]
-
-
-def _transpose(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, (places,) = _one(inputs), primitive.state
-    _require(sorted(places) == list(range(len(x.shape))), _STATE)
-    return [Array(tuple(x.shape[place] for place in places), x.dtype)]
-
-
-def _slice(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, (starts, stops, steps) = _one(inputs), primitive.state
-    shape = []
-    for n, start, stop, step in zip(x.shape, starts, stops, steps, strict=True):
-        _require(0 <= start <= stop <= n and step >= 1, "it reads outside of its input")
-        shape.append(-(-(stop - start) // step))
-        _require(step == 1 or shape[-1] != 1, _STATE)
-    return [Array(tuple(shape), x.dtype)]
-
-
-def _split(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, (indices, place) = _one(inputs), primitive.state
-    _require(0 <= place < len(x.shape) and 0 < len(indices) < 10, _STATE)
-    ends = [0, *indices, x.shape[place]]
-    _require(ends == sorted(ends), "it reads outside of its input")
-    before, after = x.shape[:place], x.shape[place + 1 :]
-    sizes = [stop - start for start, stop in pairwise(ends)]
-    return [Array((*before, size, *after), x.dtype) for size in sizes]
-
-
-def _concatenate(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    first, (place,) = inputs[0], primitive.state
-    _require(0 <= place < len(first.shape) and len(inputs) > 1, _STATE)
-
-    def others(array: Array) -> tuple:
-        return array.dtype, array.shape[:place], array.shape[place + 1 :]
-
-    _require(
-        all(
-            others(each) == others(first) and len(each.shape) == len(first.shape) for each in inputs
-        ),
-        _INPUTS,
-    )
-    size = sum(each.shape[place] for each in inputs)
-    return [Array((*first.shape[:place], size, *first.shape[place + 1 :]), first.dtype)]
-
-
-def _depends(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    _require(len(inputs) >= len(primitive.outputs), "a wrong number of inputs")
-    return inputs
-
-
-def _gather(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, indices = inputs
-    (place,), sizes = primitive.state
-    _require(0 <= place < len(x.shape) == len(sizes), _STATE)
-    _require(all(0 <= size <= n for size, n in zip(sizes, x.shape, strict=True)), _STATE)
-    _require(sizes[place] == 1, _STATE)
-    return [Array((*indices.shape, *sizes), x.dtype)]
-
-
-def _check_indices(primitive: Primitive, inputs: list[Array], greatest: dict[int, int]) -> None:
-    (place,), _ = primitive.state
-    size, kind = inputs[0].shape[place], _TYPES[inputs[1].dtype]
-    top = greatest.get(primitive.inputs[1], 255 if kind == "uint8" else None)
-    _require(top is not None and top < size, "its indices may be out of bounds")
 
 
 def _greatest(function: Function, id: int) -> int | None:
@@ -365,78 +198,16 @@ def _greatest(function: Function, id: int) -> int | None:
     return int(values.max()) if values.min() >= 0 else None
 
 
-def _reduce(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, (_, places) = _one(inputs), primitive.state
-    _ascending(places, len(x.shape))
-    _require(len(places) > 0, _STATE)
-    shape = tuple(1 if place in places else n for place, n in enumerate(x.shape))
-    return [Array(shape, x.dtype)]
+def _check_indices(primitive: Primitive, inputs: list[Array], greatest: dict[int, int]) -> None:
+    (place,), _ = primitive.state
+    size, kind = inputs[0].shape[place], _TYPES[inputs[1].dtype]
+    top = greatest.get(primitive.inputs[1], 255 if kind == "uint8" else None)
+    _require(top is not None and top < size, "its indices may be out of bounds")
 
 
-def _scan(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x = _one(inputs)
-    _require(0 <= primitive.state[1] < len(x.shape), _STATE)
-    return [x]
-
-
-def _softmax(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x = _one(inputs)
-    _require(len(x.shape) > 0, _INPUTS)
-    return [x]
-
-
-def _norm(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, weight = inputs
-    _require(len(x.shape) > 0 and weight == Array(x.shape[-1:], x.dtype), _INPUTS)
-    return [x]
-
-
-def _product(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    a, b, *added = inputs
-    (*batch, m, k), (*same, inner, n) = a.shape, b.shape
-    _require((batch, k, a.dtype) == (same, inner, b.dtype), _INPUTS)
-    output = Array((*batch, m, n), a.dtype)
-    _require(added == [output] * (primitive.name == "AddMM"), _INPUTS)
-    return [output]
-
-
-def _quantized(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, w, *scales = inputs
-    group, bits, mode, transposed = primitive.state
-    _require((group, bits, mode) in _QUANTIZATIONS and transposed, _STATE)
-    (*others, k), (n, _) = x.shape, w.shape
-    _require(k % group == 0, _INPUTS)
-    _require(w == Array((n, k * bits // 32), _CODES["uint32"]), _INPUTS)
-    of_scales = Array((n, k // group), x.dtype if mode == 0 else _CODES["uint8"])
-    _require(scales == [of_scales] * (2 if mode == 0 else 1), _INPUTS)
-    return [Array((*others, n), x.dtype)]
-
-
-def _rope(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    x, offset, periods = inputs
-    turned = primitive.state[0]
-    _require(len(x.shape) == 4 and turned % 2 == 0 and 2 <= turned <= x.shape[3], _STATE)
-    _require(offset == Array((), _CODES["int32"]), _INPUTS)
-    _require(periods == Array((turned // 2,), _CODES["float32"]), _INPUTS)
-    return [x]
-
-
-def _attention(primitive: Primitive, inputs: list[Array]) -> list[Array]:
-    q, k, v, *masks = inputs
-    _, causal, sinks, logarithms, forced = primitive.state
-    (batch, heads, length, size), (of_batch, kv, keys, _) = q.shape, k.shape
-    _require(not sinks and not logarithms and not forced, _STATE)
-    _require(
-        k == v == Array((batch, kv, keys, size), q.dtype)
-        and of_batch == batch
-        and heads % kv == 0
-        and length <= keys
-        and has_attention(heads, kv, length, size),
-        _INPUTS,
-    )
-    mask = Array((batch, heads, length, keys), _CODES["bool"])
-    _require(masks == [mask] * (not causal), _INPUTS)
-    return [q]
+def _ascending(places: tuple[int, ...], stop: int) -> None:
+    is_within = all(0 <= place < stop for place in places)
+    _require(is_within and list(places) == sorted(set(places)), _STATE)
 
 
 def has_attention(heads: int, kv_heads: int, length: int, head_dim: int) -> bool:
@@ -447,31 +218,207 @@ def has_attention(heads: int, kv_heads: int, length: int, head_dim: int) -> bool
     return head_dim in kernels["short_dims"] and rows <= kernels["short_rows"]
 
 
-_RULES: dict[str, Callable[[Primitive, list[Array]], list[Array]]] = {
-    "arange": _arange,
-    "attention": _attention,
-    "broadcast": _broadcast,
-    "compare": _compare,
-    "concatenate": _concatenate,
-    "convert": _convert,
-    "depends": _depends,
-    "elementwise": _elementwise,
-    "expand": _expand,
-    "flatten": _flatten,
-    "gather": _gather,
-    "norm": _norm,
-    "product": _product,
-    "quantized": _quantized,
-    "reduce": _reduce,
-    "reshape": _reshape,
-    "rope": _rope,
-    "scan": _scan,
-    "select": _select,
-    "slice": _slice,
-    "softmax": _softmax,
-    "split": _split,
-    "squeeze": _squeeze,
-    "transpose": _transpose,
-    "unflatten": _unflatten,
-    "view": _view,
-}
+@dataclass(frozen=True)
+class _Rules:
+    """The rules that `allowed_primitives.json` names. Each returns the outputs that the primitive
+    makes of its inputs, or raises an error.
+    """
+
+    primitive: Primitive
+    inputs: list[Array]
+
+    @property
+    def state(self) -> tuple:
+        return self.primitive.state
+
+    @property
+    def x(self) -> Array:
+        _require(len(self.inputs) == 1, "a wrong number of inputs")
+        return self.inputs[0]
+
+    def elementwise(self) -> list[Array]:
+        _require(all(each == self.inputs[0] for each in self.inputs), _INPUTS)
+        return [self.inputs[0]]
+
+    def compare(self) -> list[Array]:
+        a, b = self.inputs
+        _require(a == b, _INPUTS)
+        return [Array(a.shape, _CODES["bool"])]
+
+    def select(self) -> list[Array]:
+        condition, a, b = self.inputs
+        _require(a == b and condition == Array(a.shape, _CODES["bool"]), _INPUTS)
+        return [a]
+
+    def convert(self) -> list[Array]:
+        return [Array(self.x.shape, self.state)]
+
+    def view(self) -> list[Array]:
+        x, size = self.x, self.state[1]
+        *others, last = x.shape
+        _require(size > 0 and last * x.dtype[1] % size == 0, _STATE)
+        return [Array((*others, last * x.dtype[1] // size), self.state)]
+
+    def arange(self) -> list[Array]:
+        start, stop, step = self.state
+        _require(not self.inputs and all(map(math.isfinite, self.state)) and step != 0, _STATE)
+        length = max(0, math.ceil((stop - start) / step))
+        (output,) = self.primitive.outputs.values()
+        return [Array((length,), output.dtype)]
+
+    def broadcast(self) -> list[Array]:
+        x, (shape,) = self.x, self.state
+        last = shape[len(shape) - len(x.shape) :]
+        _require(
+            len(shape) >= len(x.shape)
+            and all(n in (1, wide) for n, wide in zip(x.shape, last, strict=True)),
+            _STATE,
+        )
+        return [Array(shape, x.dtype)]
+
+    def reshape(self) -> list[Array]:
+        x, (shape,) = self.x, self.state
+        if -1 in shape:
+            place, others = shape.index(-1), math.prod(n for n in shape if n != -1)
+            _require(others > 0, _STATE)
+            shape = (*shape[:place], math.prod(x.shape) // others, *shape[place + 1 :])
+        _require(min(shape, default=0) >= 0 and math.prod(shape) == math.prod(x.shape), _STATE)
+        return [Array(shape, x.dtype)]
+
+    def expand(self) -> list[Array]:
+        x, (places,) = self.x, self.state
+        _ascending(places, len(x.shape) + len(places))
+        shape = list(x.shape)
+        for place in places:
+            shape.insert(place, 1)
+        return [Array(tuple(shape), x.dtype)]
+
+    def squeeze(self) -> list[Array]:
+        x, (places,) = self.x, self.state
+        _ascending(places, len(x.shape))
+        _require(all(x.shape[place] == 1 for place in places), _STATE)
+        shape = tuple(n for place, n in enumerate(x.shape) if place not in places)
+        return [Array(shape, x.dtype)]
+
+    def flatten(self) -> list[Array]:
+        x, (first, last) = self.x, self.state
+        _require(0 <= first < last < len(x.shape), _STATE)
+        flat = math.prod(x.shape[first : last + 1])
+        return [Array((*x.shape[:first], flat, *x.shape[last + 1 :]), x.dtype)]
+
+    def unflatten(self) -> list[Array]:
+        x, (place, shape) = self.x, self.state
+        _require(0 <= place < len(x.shape) and len(shape) > 0, _STATE)
+        _require(min(shape) >= 0 and math.prod(shape) == x.shape[place], _STATE)
+        return [Array((*x.shape[:place], *shape, *x.shape[place + 1 :]), x.dtype)]
+
+    def transpose(self) -> list[Array]:
+        x, (places,) = self.x, self.state
+        _require(sorted(places) == list(range(len(x.shape))), _STATE)
+        return [Array(tuple(x.shape[place] for place in places), x.dtype)]
+
+    def slice(self) -> list[Array]:
+        x, (starts, stops, steps) = self.x, self.state
+        shape = []
+        for n, start, stop, step in zip(x.shape, starts, stops, steps, strict=True):
+            _require(0 <= start <= stop <= n and step >= 1, "it reads outside of its input")
+            shape.append(-(-(stop - start) // step))
+            _require(step == 1 or shape[-1] != 1, _STATE)
+        return [Array(tuple(shape), x.dtype)]
+
+    def split(self) -> list[Array]:
+        x, (indices, place) = self.x, self.state
+        _require(0 <= place < len(x.shape) and 0 < len(indices) < 10, _STATE)
+        ends = [0, *indices, x.shape[place]]
+        _require(ends == sorted(ends), "it reads outside of its input")
+        before, after = x.shape[:place], x.shape[place + 1 :]
+        sizes = [stop - start for start, stop in pairwise(ends)]
+        return [Array((*before, size, *after), x.dtype) for size in sizes]
+
+    def concatenate(self) -> list[Array]:
+        first, (place,) = self.inputs[0], self.state
+        _require(0 <= place < len(first.shape) and len(self.inputs) > 1, _STATE)
+
+        def others(array: Array) -> tuple:
+            return array.dtype, len(array.shape), array.shape[:place], array.shape[place + 1 :]
+
+        _require(all(others(each) == others(first) for each in self.inputs), _INPUTS)
+        size = sum(each.shape[place] for each in self.inputs)
+        return [Array((*first.shape[:place], size, *first.shape[place + 1 :]), first.dtype)]
+
+    def depends(self) -> list[Array]:
+        count = len(self.primitive.outputs)
+        _require(len(self.inputs) >= count, "a wrong number of inputs")
+        return self.inputs[:count]
+
+    def gather(self) -> list[Array]:
+        x, indices = self.inputs
+        (place,), sizes = self.state
+        _require(0 <= place < len(x.shape) == len(sizes), _STATE)
+        _require(all(0 <= size <= n for size, n in zip(sizes, x.shape, strict=True)), _STATE)
+        _require(sizes[place] == 1, _STATE)
+        return [Array((*indices.shape, *sizes), x.dtype)]
+
+    def reduce(self) -> list[Array]:
+        x, (_, places) = self.x, self.state
+        _ascending(places, len(x.shape))
+        _require(len(places) > 0, _STATE)
+        shape = tuple(1 if place in places else n for place, n in enumerate(x.shape))
+        return [Array(shape, x.dtype)]
+
+    def scan(self) -> list[Array]:
+        _require(0 <= self.state[1] < len(self.x.shape), _STATE)
+        return [self.x]
+
+    def softmax(self) -> list[Array]:
+        _require(len(self.x.shape) > 0, _INPUTS)
+        return [self.x]
+
+    def norm(self) -> list[Array]:
+        x, weight = self.inputs
+        _require(len(x.shape) > 0 and weight == Array(x.shape[-1:], x.dtype), _INPUTS)
+        return [x]
+
+    def product(self) -> list[Array]:
+        a, b, *added = self.inputs
+        (*batch, m, k), (*same, inner, n) = a.shape, b.shape
+        _require((batch, k, a.dtype) == (same, inner, b.dtype), _INPUTS)
+        output = Array((*batch, m, n), a.dtype)
+        _require(added == [output] * (self.primitive.name == "AddMM"), _INPUTS)
+        return [output]
+
+    def quantized(self) -> list[Array]:
+        x, w, *scales = self.inputs
+        group, bits, mode, transposed = self.state
+        _require((group, bits, mode) in _QUANTIZATIONS and transposed, _STATE)
+        (*others, k), (n, _) = x.shape, w.shape
+        _require(k % group == 0, _INPUTS)
+        _require(w == Array((n, k * bits // 32), _CODES["uint32"]), _INPUTS)
+        of_scales = Array((n, k // group), x.dtype if mode == 0 else _CODES["uint8"])
+        _require(scales == [of_scales] * (2 if mode == 0 else 1), _INPUTS)
+        return [Array((*others, n), x.dtype)]
+
+    def rope(self) -> list[Array]:
+        x, offset, periods = self.inputs
+        turned = self.state[0]
+        _require(len(x.shape) == 4 and turned % 2 == 0 and 2 <= turned <= x.shape[3], _STATE)
+        _require(offset == Array((), _CODES["int32"]), _INPUTS)
+        _require(periods == Array((turned // 2,), _CODES["float32"]), _INPUTS)
+        return [x]
+
+    def attention(self) -> list[Array]:
+        q, k, v, *masks = self.inputs
+        _, causal, sinks, logarithms, forced = self.state
+        (batch, heads, length, size), (of_batch, kv, keys, _) = q.shape, k.shape
+        _require(not sinks and not logarithms and not forced, _STATE)
+        _require(
+            k == v == Array((batch, kv, keys, size), q.dtype)
+            and of_batch == batch
+            and heads % kv == 0
+            and length <= keys
+            and has_attention(heads, kv, length, size),
+            _INPUTS,
+        )
+        mask = Array((batch, heads, length, keys), _CODES["bool"])
+        _require(masks == [mask] * (not causal), _INPUTS)
+        return [q]

@@ -80,9 +80,10 @@ def compare_with_source(bundle: Bundle, source: Source) -> SourceComparison:
     given = [compute_head_inputs(model, sequences) for model in models]
     loss = measure_loss(*models, sequences, *given)
     errors = []
-    for model, (x,), load in zip(models, given, (_own_model, _bundled), strict=True):
+    loads = (lambda: _own_model(source, length), bundle.to_mlx_lm)
+    for model, (x,), load in zip(models, given, loads, strict=True):
         found = model.logits(x, slice(0, arch.vocab_size))
-        errors.append(_error(found, load(bundle, source), sequences[0]))
+        errors.append(_error(found, load(), sequences[0]))
     return SourceComparison(errors[0], errors[1], loss)
 
 
@@ -102,15 +103,11 @@ def _error(found: mx.array, model: nn.Module, tokens: list[int]) -> float:
         return float(np.array(error))
 
 
-def _bundled(bundle: Bundle, source: Source) -> nn.Module:
-    return bundle.to_mlx_lm()
-
-
-def _own_model(bundle: Bundle, source: Source) -> nn.Module:
+def _own_model(source: Source, length: int) -> nn.Module:
     from mesp.dependencies import mlx_lm
 
     assert source.folder is not None
-    told = _for_mlx_lm(source.config, max(bundle.manifest.seq_lens))
+    told = _for_mlx_lm(source.config, length)
     try:
         model, _ = mlx_lm.utils.load_model(
             source.folder, lazy=True, model_config=told | {"model_file": None}

@@ -25,35 +25,33 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
         (bundle / folder).mkdir(exist_ok=True)
         check_disk(bundle, sum(4 * len(split.tokens) for split in splits.values()))
 
-    def write(file: str, array: np.ndarray | None) -> str | None:
+    def write(file: str, array: np.ndarray | None, dtype: str) -> str | None:
         if array is None:
             return None
         with create(bundle / folder / file) as opened:
-            opened.write(array.tobytes())
+            opened.write(array.astype(dtype).tobytes())
         return f"{folder}/{file}"
 
-    def write_split(name: str, split: Split) -> DataSplit:
-        examples = split.examples
-        return DataSplit(
-            str(write(f"{name}.bin", split.tokens.astype("<u4"))),
+    return {
+        name: DataSplit(
+            str(write(f"{name}.bin", split.tokens, "<u4")),
             len(split.tokens),
-            write(f"{name}.examples.bin", None if examples is None else examples.astype("<u4")),
-            None if examples is None else len(examples),
-            write(f"{name}.mask.bin", split.mask),
-            write(f"{name}.labels.bin", split.labels),
+            write(f"{name}.examples.bin", split.examples, "<u4"),
+            None if split.examples is None else len(split.examples),
+            write(f"{name}.mask.bin", split.mask, "u1"),
+            write(f"{name}.labels.bin", split.labels, "u1"),
             split.begin,
             split.pack,
         )
-
-    return {name: write_split(name, split) for name, split in splits.items()}
-
-
-def end_tokens_of(splits: Mapping[str, Split]) -> tuple[int, ...]:
-    return tuple(sorted({token for split in splits.values() for token in split.ends}))
+        for name, split in splits.items()
+    }
 
 
-def encoding_of(splits: Mapping[str, Split]) -> Mapping[str, Any]:
-    return next((split.encoding for split in splits.values()), {})
+def fields_of(splits: Mapping[str, Split]) -> dict[str, Any]:
+    """Returns the manifest's `end_tokens` and `encoding`."""
+    ends = {token for split in splits.values() for token in split.ends}
+    encoding = next((split.encoding for split in splits.values()), {})
+    return {"end_tokens": tuple(sorted(ends)), "encoding": encoding}
 
 
 def write_index(folder: Path, data: Mapping[str, DataSplit]) -> None:
@@ -76,10 +74,7 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
             data = write_data(bundle, new, splits)
             kept = [file for file in manifest.files if file.path.split("/")[0] not in FOLDERS]
             files = sorted([*kept, *describe_files(bundle, new)], key=lambda file: file.path)
-            ends, encoding = end_tokens_of(splits), encoding_of(splits)
-            manifest = replace(
-                manifest, data=data, end_tokens=ends, encoding=encoding, files=tuple(files)
-            )
+            manifest = replace(manifest, data=data, files=tuple(files), **fields_of(splits))
             manifest.write(bundle / new)
             for written in (*(bundle / new).iterdir(), bundle / new):
                 sync(written)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mesp.block_function import fused
-from mesp.block_function.forward_pass import BlockFunction, block_function
+from mesp.block_function.forward_pass import block_function
 from mesp.block_function.trace import export_block
 from mesp.bundle.export_options import BundleOptions
 from mesp.bundle.manifest import BlockGroup
@@ -38,29 +38,19 @@ def write_functions(
             fast = None if kind == "plain." else fused
             function = block_function(block, layout, fast)
             device = "gpu" if fast else "cpu"
+            dtype, packed = DTYPES[DTYPE_OF[device]], kind == "packed."
             for seq_len in options.seq_lens:
                 same = (layout, block.within(seq_len), kind, seq_len)
                 if same not in written:
                     written[same] = f"{prefix}{kind}{seq_len}.mlxfn"
-                    path, packs = folder / written[same], kind == "packed."
-                    write_function(path, function, block, layout, seq_len, options, device, packs)
+                    of_file = (function, block, layout, dtype, device)
+                    sizes = ([seq_len], options.ranks, packed)
+                    try:
+                        export_block(str(folder / written[same]), *of_file, *sizes)
+                    except RuntimeError as error:
+                        raise MespError(
+                            f"Cannot write {options.out}: is the disk full? ({error})"
+                        ) from error
                 files[str(seq_len)] = written[same]
         groups.append(group)
     return groups
-
-
-def write_function(
-    path: Path,
-    function: BlockFunction,
-    block: Block,
-    layout: Layout,
-    seq_len: int,
-    options: BundleOptions,
-    device: str,
-    packed: bool,
-) -> None:
-    dtype, ranks = DTYPES[DTYPE_OF[device]], options.ranks
-    try:
-        export_block(str(path), function, block, layout, dtype, device, [seq_len], ranks, packed)
-    except RuntimeError as error:
-        raise MespError(f"Cannot write {options.out}: is the disk full? ({error})") from error

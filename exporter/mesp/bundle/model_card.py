@@ -18,9 +18,8 @@ def front_matter(manifest: Manifest, **others: str) -> str:
     entries: dict[str, Any] = {**others}
     if model.revision:
         entries["base_model"] = "/".join(model.id.split("/")[:2])  # drops the name of a GGUF file
-    licence = (model.license, model.license_name, model.license_link)
-    for name, value in zip(("license", "license_name", "license_link"), licence, strict=True):
-        if value:
+    for name in ("license", "license_name", "license_link"):
+        if value := getattr(model, name):
             entries[name] = value
     if not entries:
         return ""

@@ -78,10 +78,8 @@ class Bundle:
             if len(kinds) != 1:
                 raise ValueError("blocks of a group differ in their mixer or their MLP")
         expected = self._expected_layouts()
-        for group in self.manifest.blocks:
-            _check_arrays(group.layout, expected[block_file(group.layers[0])])
-        for table in self.tables():
-            _check_arrays(table.layout, expected[table.file])
+        for file, layout in self.weight_files().items():
+            _check_arrays(layout, expected[file])
 
     def tables(self) -> list[Table]:
         return [
@@ -111,12 +109,10 @@ class Bundle:
                 raise ValueError("an array is not within its file")
 
     def weight_files(self) -> dict[str, Layout]:
-        files = {
+        blocks = {
             block_file(i): group.layout for group in self.manifest.blocks for i in group.layers
         }
-        for table in self.tables():
-            files[table.file] = table.layout
-        return files
+        return blocks | {table.file: table.layout for table in self.tables()}
 
     def _expected_layouts(self) -> dict[str, Layout]:
         arch, dtype, files = self.architecture, self.manifest.dtype, self.weight_files()
@@ -302,34 +298,25 @@ class Bundle:
         installed MLX does not read it, or `check_block_functions` refuses its file.
         """
         group = self.group(index)
-        if not group.files and self.architecture.blocks[index].mlp.experts:
-            raise MespError(f"Block {index} of {self.path} mixes experts and has no function.")
+        block, which = self.architecture.blocks[index], f"Block {index} of {self.path}"
+        if not group.files and block.mlp.experts:
+            raise MespError(f"{which} mixes experts and has no function.")
         if not group.files:
-            raise MespError(
-                f"Block {index} of {self.path} has no function; add one with mesp-export --from."
-            )
+            raise MespError(f"{which} has no function; add one with mesp-export --from.")
         files = group.plain_functions if plain else group.functions
         files = group.packed_functions if packed else files
         if str(seq_len) not in files:
             raise MespError(
-                f"Block {index} of {self.path} has no such function for {seq_len} tokens; add one "
-                "with mesp-export --from."
+                f"{which} has no such function for {seq_len} tokens; add one with mesp-export "
+                "--from."
             )
         check_mlx()
         path = self.path / files[str(seq_len)]
         file = read_bytes(path, FUNCTIONS)
         device = "cpu" if plain else "gpu"
+        sizes = (group.layout.words, [seq_len], list(self.manifest.ranks), packed)
         try:
-            check_block_functions(
-                file,
-                device,
-                DTYPES[DTYPE_OF[device]],
-                self.architecture.blocks[index],
-                group.layout.words,
-                [seq_len],
-                list(self.manifest.ranks),
-                packed,
-            )
+            check_block_functions(file, device, DTYPES[DTYPE_OF[device]], block, *sizes)
         except ValueError as error:
             raise MespError(
                 f"{path} is not a function that mesp-export wrote ({error}); do not use it."

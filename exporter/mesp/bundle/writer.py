@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mesp.bundle.data_files import encoding_of, end_tokens_of, write_data
+from mesp.bundle.data_files import fields_of, write_data
 from mesp.bundle.export_options import ExportOptions
 from mesp.bundle.function_files import write_functions
 from mesp.bundle.manifest import Manifest, ModelName, Table, describe_files
@@ -74,10 +74,7 @@ def write_bundle(
         write_config_and_tokenizer(source, folder, arch, options.quantizations)
         if tokenizer and not (folder / "tokenizer.json").exists():
             write_tokenizer(tokenizer, folder)
-        manifest = replace(
-            manifest, data=data, end_tokens=end_tokens_of(splits), encoding=encoding_of(splits),
-            files=describe_files(folder),
-        )  # fmt: skip
+        manifest = replace(manifest, data=data, files=describe_files(folder), **fields_of(splits))
         manifest.write(folder)
     return manifest
 

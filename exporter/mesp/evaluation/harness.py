@@ -183,14 +183,6 @@ def run(
     return metrics, samples
 
 
-def _bits(value: float) -> float:
-    return -value / math.log(2)
-
-
-def _negated_exponential(value: float) -> float:
-    return exponential(-value)
-
-
 def _metric(name: str, value: float, values: Sequence[Any], **known: Any) -> Metric:
     try:
         columns = np.asarray(values, float)
@@ -202,7 +194,8 @@ def _metric(name: str, value: float, values: Sequence[Any], **known: Any) -> Met
         sums, weights = columns, np.ones(len(columns))
     else:
         sums = weights = np.empty(0)
-    for final in (mean, _negated_exponential, _bits) if len(sums) else ():
+    finals = (mean, lambda value: exponential(-value), lambda value: -value / math.log(2))
+    for final in finals if len(sums) else ():
         metric = Metric.of(name, sums, weights, final=final, **known)
         if math.isclose(metric.value, value, rel_tol=1e-9, abs_tol=1e-12):
             return metric

@@ -28,34 +28,18 @@ def forward(
     scale: float,
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
-) -> list[mx.array]:
-    """Returns each block's input and the last block's output, [1, T, hidden] each. tokens [T] are
-    int.
+) -> tuple[list[mx.array], dict[int, Shared]]:
+    """Returns each block's input and the last block's output, [1, T, hidden] each, and the keys and
+    values that several blocks use. tokens [T] are int.
 
     `starts` are the first positions of the records of a packed sequence. `dropout` is for training
     only.
     """
-    return forward_with_shared(model, lora, tokens, scale, starts, dropout)[0]
-
-
-def forward_with_shared(
-    model: Model,
-    lora: list[mx.array],
-    tokens: mx.array,
-    scale: float,
-    starts: Sequence[int] = (0,),
-    dropout: Dropout | None = None,
-) -> tuple[list[mx.array], dict[int, Shared]]:
-    """Returns the result of `forward`, and the keys and values that several blocks use."""
     hidden, shared = [embed(model, tokens)], {}
     for i, block in enumerate(model.arch.blocks):
         weights = model.blocks[i]
         y, *intermediates = block_forward(
-            hidden[-1],
-            lora[i],
-            scale,
-            weights,
-            block,
+            *(hidden[-1], lora[i], scale, weights, block),
             starts=starts,
             per_layer=layer_input(model, tokens, hidden[0], i),
             shared=shared.get(block.keys_of),
@@ -79,8 +63,8 @@ def loss(
     """Returns the cross-entropy [] of a window of T + 1 tokens: T inputs, and T targets shifted by
     one.
     """
-    y = forward(model, lora, window[:-1], scale, starts, dropout)[-1]
-    return cross_entropy(y, window[1:], model.head, model.arch, weights)
+    x, _ = forward(model, lora, window[:-1], scale, starts, dropout)
+    return cross_entropy(x[-1], window[1:], model.head, model.arch, weights)
 
 
 # The arguments are those of `mesp_block_gradient`.
@@ -129,6 +113,9 @@ def mebp_block_gradient(
     return dx, d_lora, tuple(by_shared) or None
 
 
+BLOCK_GRADIENTS = {"mesp": mesp_block_gradient, "mebp": mebp_block_gradient}
+
+
 class Gradients(NamedTuple):
     loss: mx.array  # []
     x: list[mx.array]  # each block's input and the last block's output, [1, T, hidden]
@@ -153,7 +140,7 @@ def gradients(
     blocks use are kept.
     """
     arch, tokens, targets = model.arch, window[:-1], window[1:]
-    x, shared = forward_with_shared(model, lora, tokens, scale, starts, dropout)
+    x, shared = forward(model, lora, tokens, scale, starts, dropout)
     window_loss = cross_entropy(x[-1], targets, model.head, arch, weights)
     dx = [cross_entropy_backward(x[-1], targets, model.head, arch, weights)]
     d_lora: list[mx.array] = []
@@ -315,13 +302,9 @@ def train(
         start = step_window(step, seed, windows) * seq_len
         window = tokens[start : start + seq_len + 1]
         settings = (model, lora, window, scale, learning_rate)
-        if method == "mesp":
-            of_step = Dropout(dropout, seed, step) if dropout else None
-            losses.append(mesp_step(*settings, of_step))
-        elif method == "mebp":
-            losses.append(mesp_step(*settings, block_gradient=mebp_block_gradient))
-        elif method == "mezo":
+        if method == "mezo":
             losses.append(mezo_step(*settings, seed=seed, step=step, epsilon=epsilon))
         else:
-            raise ValueError(f"unknown method: {method}")
+            of_step = Dropout(dropout, seed, step) if dropout else None
+            losses.append(mesp_step(*settings, of_step, BLOCK_GRADIENTS[method]))
     return losses
