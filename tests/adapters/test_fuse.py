@@ -47,7 +47,6 @@ def logits(model, tokens: mx.array) -> mx.array:
 
 
 def tuned(bundle: Path, adapters: Path) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns some tokens, and their logits without and with the adapters."""
     opened = Bundle(bundle)
     tokens = mx.array(opened.tokens("train")[:4])
     expected = logits(load_adapters(opened.to_mlx_lm(), str(adapters)), tokens)

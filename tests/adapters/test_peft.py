@@ -9,6 +9,7 @@ import subprocess
 import sys
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -114,6 +115,49 @@ def test_peft_finds_the_loss_of_the_engine(
     assert held_out_loss(merged, bundle) == pytest.approx(after, abs=TOLERANCE)
 
 
+def exported(folder: Path, config: dict[str, Any]) -> tuple[Path, Path]:
+    model, text, bundle = (folder / name for name in ("model", "text.txt", "b.mesp"))
+    write_model(model, config)
+    text.write_text(TEXT * 5)
+    call(
+        "export", "--model", model, "--data", text, "--out", bundle, "--seq-len", SEQ_LEN,
+        "--bits", 8, "--head-bits", 8, "--quantize", "nearest",
+    )  # fmt: skip
+    return model, bundle
+
+
+def dequantized(bundle: Path) -> dict[str, mx.array]:
+    model = dequantize_model(Bundle(bundle).to_mlx_lm())
+    return {
+        name: (a.swapaxes(1, 2) if name.endswith(CONVOLUTIONS) else a).astype(mx.float32)
+        for name, a in tree_flatten(model.parameters())
+    }
+
+
+def check_run(
+    model: torch.nn.Module, bundle: Path, out: Path, *options: object, least: float = 0.05
+) -> tuple[float, torch.nn.Module, list[str]]:
+    """Returns the loss before, `model` without adapters, and the saved tensors' names."""
+    before, after = train(bundle, out, *options).held_out
+    assert abs(after - before) > least, "the adapters count"
+    assert held_out_loss(model, bundle) == pytest.approx(before, abs=TOLERANCE)
+    written = out / "adapters" / "peft"
+    adapted = PeftModel.from_pretrained(model, written)
+    saved = mx.load(str(written / "adapter_model.safetensors"))
+    assert saved.keys() == lora_parameters(adapted).keys()
+    assert held_out_loss(adapted.eval(), bundle) == pytest.approx(after, abs=TOLERANCE)
+    return before, adapted.unload(), list(saved)
+
+
+def save_random(model: torch.nn.Module, config: LoraConfig, std: float, folder: Path) -> PeftModel:
+    adapted = get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=std)
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
 @pytest.mark.parametrize("dora", [(), ("--dora",)], ids=["lora", "dora"])
 def test_peft_has_a_matrix_for_every_tensor(
     bundle: Path, model: torch.nn.Module, tmp_path: Path, dora: tuple
@@ -162,46 +206,23 @@ def test_peft_has_the_adapters_of_a_text_among_several_modalities(tmp_path: Path
 def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
     tmp_path: Path, name: str, modules: int, options: tuple
 ):
-    folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = {k: v for k, v in FAMILIES[name].items() if k != "head_dim"}
-    write_model(folder, config)
-    text.write_text(TEXT * 5)
-    call(
-        "export", "--model", folder, "--data", text, "--out", bundle, "--seq-len", SEQ_LEN,
-        "--bits", 8, "--head-bits", 8, "--quantize", "nearest",
-    )  # fmt: skip
-    tensors = dict(tree_flatten(dequantize_model(Bundle(bundle).to_mlx_lm()).parameters()))
-    tensors = {
-        name: (a.swapaxes(1, 2) if name.endswith(CONVOLUTIONS) else a).astype(mx.float32)
-        for name, a in tensors.items()
-    }
-    _, tensors = published(config, tensors)
+    folder, bundle = exported(tmp_path, config)
+    _, tensors = published(config, dequantized(bundle))
     mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    run = train(bundle, tmp_path / "run", *options)
-    before, after = run.held_out
-    assert abs(after - before) > (0.02 if "gate" in options else 0.05), "the adapters count"
-    assert held_out_loss(model, bundle) == pytest.approx(before, abs=TOLERANCE)
-    written = tmp_path / "run" / "adapters" / "peft"
-    adapted = PeftModel.from_pretrained(model, written)
-    saved = mx.load(str(written / "adapter_model.safetensors"))
+    least = 0.02 if "gate" in options else 0.05
+    before, model, saved = check_run(model, bundle, tmp_path / "run", *options, least=least)
     modules = 2 if "gate" in options else modules
-    count = (3 if "--dora" in options else 2) * modules
-    assert saved.keys() == lora_parameters(adapted).keys() and len(saved) == count
-    assert held_out_loss(adapted.eval(), bundle) == pytest.approx(after, abs=TOLERANCE)
-    model = adapted.unload()
+    assert len(saved) == (3 if "--dora" in options else 2) * modules
 
     lora = LoraConfig(
         r=8, lora_alpha=16, target_modules=["q_proj", "input_linear"], use_dora="--dora" in options
     )
     torch.manual_seed(0)
-    adapted = get_peft_model(model, lora)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.9 if "--dora" in options else 0.3)
-    adapted.save_pretrained(tmp_path / "peft")
-    expected = held_out_loss(adapted.eval(), bundle)
+    std = 0.9 if "--dora" in options else 0.3
+    expected = held_out_loss(save_random(model, lora, std, tmp_path / "peft"), bundle)
     second = ("--adapters", tmp_path / "peft", "--projections", "q,gate,up", *options[:1])
     run = train(bundle, tmp_path / "second", *second)
     assert abs(expected - before) > 0.05
@@ -214,21 +235,9 @@ def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
     treats the MLPs of Qwen3's layers without experts as experts, so the tested Qwen3 model has no
     layers without experts.
     """
-    folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = FAMILIES[name] | ({"mlp_only_layers": []} if name == "qwen3_moe" else {})
-    write_model(folder, config)
-    text.write_text(TEXT * 5)
-    call(
-        "export", "--model", folder, "--data", text, "--out", bundle, "--seq-len", SEQ_LEN,
-        "--bits", 8, "--head-bits", 8, "--quantize", "nearest",
-    )  # fmt: skip
-    opened = Bundle(bundle)
-    arch = opened.architecture
-    tensors = dict(tree_flatten(dequantize_model(opened.to_mlx_lm()).parameters()))
-    tensors = {
-        name: (a.swapaxes(1, 2) if name.endswith(CONVOLUTIONS) else a).astype(mx.float32)
-        for name, a in tensors.items()
-    }
+    folder, bundle = exported(tmp_path, config)
+    arch, tensors = Bundle(bundle).architecture, dequantized(bundle)
     for theirs, parts in arch.hf_modules:
         for layer in (f"model.layers.{i}." for i in range(arch.num_hidden_layers)):
             held = [tensors.pop(f"{layer}{part}.weight", None) for part in parts]
@@ -241,26 +250,13 @@ def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
     assert not more and set(missing) <= {"lm_head.weight"}
     model.tie_weights()
 
-    run = train(bundle, tmp_path / "run", "--projections", ",".join(arch.trainable))
-    before, after = run.held_out
-    assert abs(after - before) > 0.05, "the adapters count"
-    assert held_out_loss(model, bundle) == pytest.approx(before, abs=TOLERANCE)
-    written = tmp_path / "run" / "adapters" / "peft"
-    adapted = PeftModel.from_pretrained(model, written)
-    saved = mx.load(str(written / "adapter_model.safetensors"))
-    assert saved.keys() == lora_parameters(adapted).keys()
+    options = ("--projections", ",".join(arch.trainable))
+    before, model, saved = check_run(model, bundle, tmp_path / "run", *options)
     assert any(".experts.base_layer.lora_A" in name for name in saved)
-    assert held_out_loss(adapted.eval(), bundle) == pytest.approx(after, abs=TOLERANCE)
-    model = adapted.unload()
 
     parameters = [f"experts.{each}_proj" for each in ("gate_up", "down")]
     lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"], target_parameters=parameters)
-    adapted = get_peft_model(model, lora)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.6)
-    adapted.save_pretrained(tmp_path / "peft")
-    expected = held_out_loss(adapted.eval(), bundle)
+    expected = held_out_loss(save_random(model, lora, 0.6, tmp_path / "peft"), bundle)
     options = ("--adapters", tmp_path / "peft", "--projections", "q,experts")
     run = train(bundle, tmp_path / "second", *options)
     assert abs(expected - before) > 0.05
@@ -272,36 +268,17 @@ def test_lfm3_is_that_of_transformers(tmp_path: Path):
 
     The type of RoPE is "proportional", because with "default" transformers would rotate all pairs.
     """
-    folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = {k: v for k, v in FAMILIES["lfm3"].items() if k not in ("rms_norm_eps", "rope_theta")}
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config["rope_parameters"] = deepcopy(config["rope_parameters"])
     config["rope_parameters"]["full_attention"]["rope_type"] = "proportional"
-    write_model(folder, config)
-    text.write_text(TEXT * 5)
-    call(
-        "export", "--model", folder, "--data", text, "--out", bundle, "--seq-len", SEQ_LEN,
-        "--bits", 8, "--head-bits", 8, "--quantize", "nearest",
-    )  # fmt: skip
-    opened = Bundle(bundle)
-    tensors = dict(tree_flatten(dequantize_model(opened.to_mlx_lm()).parameters()))
-    tensors = {
-        name: array.swapaxes(1, 2) if name.endswith(CONVOLUTIONS) else array
-        for name, array in tensors.items()
-    }
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
+    folder, bundle = exported(tmp_path, config)
+    opened, file = Bundle(bundle), folder / "model.safetensors"
+    mx.save_safetensors(str(file), dequantized(bundle), {"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    run = train(bundle, tmp_path / "run")
-    before, after = run.held_out
-    assert abs(after - before) > 0.05, "the adapters count"
-    assert held_out_loss(model, bundle) == pytest.approx(before, abs=TOLERANCE)
-    written = tmp_path / "run" / "adapters" / "peft"
-    adapted = PeftModel.from_pretrained(model, written)
-    saved = mx.load(str(written / "adapter_model.safetensors"))
-    assert saved.keys() == lora_parameters(adapted).keys() and len(saved) == 2 * (5 + 8 + 8)
-    assert held_out_loss(adapted.eval(), bundle) == pytest.approx(after, abs=TOLERANCE)
-    model = adapted.unload()
+    _, model, saved = check_run(model, bundle, tmp_path / "run")
+    assert len(saved) == 2 * (5 + 8 + 8)
 
     rate, steps = 0.5, 5
     options = ("--steps", steps, "--optimizer", "sgd", "--learning-rate", rate)
@@ -345,12 +322,8 @@ def test_the_engine_starts_from_what_peft_saved(
         target_modules=["q_proj", "up_proj"],
         task_type="CAUSAL_LM",
     )
-    adapted = get_peft_model(model, config)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    adapted.save_pretrained(tmp_path / "peft")
-    expected = held_out_loss(adapted.eval(), bundle)
+    adapted = save_random(model, config, 0.3, tmp_path / "peft")
+    expected = held_out_loss(adapted, bundle)
     options = ["--projections", "q,up", *(["--rslora"] * rslora), *(["--dora"] * dora)]
     run = train(bundle, tmp_path / "run", "--adapters", tmp_path / "peft", *options)
     assert abs(expected - held_out_loss(adapted.unload(), bundle)) > 0.05
@@ -441,7 +414,7 @@ def step_of_opacus(
         noise_multiplier=MULTIPLIER, max_grad_norm=CLIP, expected_batch_size=EXPECTED,
     )  # fmt: skip
 
-    tokens, bounds = bundle.tokens("train").astype(np.int64), examples(bundle)
+    tokens, bounds = bundle.tokens("train").astype(np.int64), bundle.examples("train").tolist()
     drawn = reference.poisson_sample(KEY, 0, EXPECTED, len(bounds))
     assert len(drawn) > 1
     longest = max(bounds[index][1] for index in drawn)
@@ -470,10 +443,6 @@ def step_of_opacus(
     optimizer.original_optimizer.step()
     after = {name: p.detach().numpy().T for name, p in parameters.items()}
     return before, after, norms, sum(norm > CLIP for norm in norms)
-
-
-def examples(bundle: Bundle) -> list[tuple[int, int]]:
-    return bundle.examples("train").tolist()
 
 
 def noise_by_name(bundle: Bundle) -> dict[str, np.ndarray]:

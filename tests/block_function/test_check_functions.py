@@ -184,13 +184,16 @@ def test_indices_that_are_computed_are_refused_unless_masked(tmp_path):
         check_functions(exported(tmp_path, masked, mx.zeros(15), inputs[1]), "cpu")
 
 
-def test_a_function_of_a_bundle_is_checked_before_mlx_reads_it(tiny, tmp_path):
-    call("export", "--model", tiny, "--seq-len", 8, "--out", tmp_path / "b")
-    bundle = Bundle(tmp_path / "b")
-    path = bundle.path / bundle.manifest.blocks[0].plain_functions["8"]
-    path.write_bytes(exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20)))
-    with pytest.raises(MespError, match="AsStrided"):
-        bundle.function(8, plain=True)
+@pytest.fixture
+def bundle(tiny: Path, tmp_path: Path) -> Path:
+    record = tmp_path / "text.jsonl"
+    record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
+    options = ("--seq-len", 8, "--data", record)
+    call("export", "--model", tiny, *options, "--out", tmp_path / "b")
+    return tmp_path / "b"
+
+
+NAME = "block.plain.8.mlxfn"
 
 
 def exchanged(outputs: list[mx.array]) -> list[mx.array]:
@@ -202,43 +205,33 @@ def rounded(outputs: list[mx.array]) -> list[mx.array]:
 
 
 @pytest.mark.parametrize("change", [exchanged, rounded, lambda outputs: outputs[:-1]])
-def test_a_function_has_the_outputs_of_a_block(tiny, tmp_path, change):
-    out, record = tmp_path / "b", tmp_path / "text.jsonl"
-    record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
-    options = ("--seq-len", 8, "--data", record)
-    call("export", "--model", tiny, *options, "--out", out)
-    bundle, name = Bundle(out), "block.plain.8.mlxfn"
-    block = bundle.architecture.blocks[0]
-    original = block_function(block, bundle.group(0).layout)
-    x, lora = mx.zeros((1, 8, bundle.architecture.hidden_size)), mx.zeros(block.lora_size(8))
-    inputs = x, lora, mx.array(1.0), bundle.block_words(0)
+def test_a_function_has_the_outputs_of_a_block(bundle, tmp_path, change):
+    opened = Bundle(bundle)
+    block = opened.architecture.blocks[0]
+    original = block_function(block, opened.group(0).layout)
+    x, lora = mx.zeros((1, 8, opened.architecture.hidden_size)), mx.zeros(block.lora_size(8))
+    inputs = x, lora, mx.array(1.0), opened.block_words(0)
     file = exported(tmp_path, lambda *arrays: change(original(*arrays)), *inputs)
     check_functions(file, "cpu")
-    replace_file(out, name, file)
-    with pytest.raises(MespError, match="it does not have the inputs and outputs of a block"):
-        Bundle(out).function(8, plain=True)
     said = "it does not have the inputs and outputs of a block"
-    assert trained(out, tmp_path / "run").startswith(refusal(name, out, said))
+    check_refused(bundle, file, said, said)
 
 
-def trained(bundle: Path, run_folder: Path) -> str:
-    """Returns the last sentence. On a CPU, only MeBP runs a bundle's functions."""
-    done = run("train", bundle, "--method", "mebp", "--steps", 1, "--out", run_folder)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    return done.stderr.splitlines()[-1]
-
-
-def refusal(name: str, bundle: Path, said: str) -> str:
-    writes = f"{name} in {bundle} is not a function that mesp-export writes"
-    return f"Error: {writes} ({said}); export the bundle again."
-
-
-def replace_file(bundle: Path, name: str, data: bytes) -> None:
-    (bundle / name).write_bytes(data)
+def check_refused(bundle: Path, file: bytes, here: str, engine: str) -> None:
+    """The manifest has the digest of the file. On a CPU, only MeBP runs a bundle's functions."""
+    (bundle / NAME).write_bytes(file)
     manifest = json.loads((bundle / "manifest.json").read_text())
-    (entry,) = [each for each in manifest["files"] if each["path"] == name]
-    entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (entry,) = [each for each in manifest["files"] if each["path"] == NAME]
+    entry |= {"size": len(file), "sha256": hashlib.sha256(file).hexdigest()}
     (bundle / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(MespError, match=here):
+        Bundle(bundle).function(8, plain=True)
+    find_engine()
+    done = run("train", bundle, "--method", "mebp", "--steps", 1, "--out", bundle.with_name("run"))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    writes = f"{NAME} in {bundle} is not a function that mesp-export writes"
+    said = f"Error: {writes} ({engine}); export the bundle again."
+    assert done.stderr.splitlines()[-1].startswith(said)
 
 
 def test_the_file_is_for_one_device(tmp_path):
@@ -248,14 +241,6 @@ def test_the_file_is_for_one_device(tmp_path):
     check_functions(mlxfn.on_device(file, "gpu"), "gpu")
 
 
-def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
-    """The engine checks a function even if the manifest has the digest of its file."""
-    find_engine()
-    bundle, record = tmp_path / "b", tmp_path / "text.jsonl"
-    record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
-    call("export", "--model", tiny, "--seq-len", 8, "--data", record, "--out", bundle)
-    name = "block.plain.8.mlxfn"
+def test_a_function_of_a_bundle_is_checked_before_mlx_reads_it(bundle, tmp_path):
     file = exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20))
-    replace_file(bundle, name, file)
-    said = "the primitive AsStrided is not supported"
-    assert trained(bundle, tmp_path / "run").startswith(refusal(name, bundle, said))
+    check_refused(bundle, file, "AsStrided", "the primitive AsStrided is not supported")

@@ -41,11 +41,6 @@ def test_the_limit_is_that_of_a_float32():
     assert reference.dropout_mask(key, 0.9, 1, number + 1)[0, number] > 0
 
 
-def test_a_mask_is_a_part_of_a_larger_one():
-    whole = reference.dropout_mask(5, 0.3, 40, 60)
-    assert mx.array_equal(reference.dropout_mask(5, 0.3, 7, 9), whole[:7, :9])
-
-
 def test_a_key_follows_from_seed_step_sequence_block_and_layer():
     of = [7, 11, 2, 4, 6]
     key = 0

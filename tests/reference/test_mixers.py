@@ -92,10 +92,3 @@ def test_log_decay():
         inputs := {"a": normal(1, 9, 4)},
     )
     assert reference.log_decay(mx.array(100.0), mx.log(mx.array(16.0)), 0.0).item() == -1600
-
-
-@pytest.mark.parametrize("n", [1, 2, 64])
-def test_unit_inverse(n):
-    lower = 0.3 * normal(3, n, n) * mx.tri(n, k=-1)
-    product = reference.unit_inverse(lower) @ (mx.eye(n) + lower)
-    assert mx.abs(product - mx.eye(n)).max() < 1e-5

@@ -138,18 +138,16 @@ def _joins(adapters: AdapterConfig, arch: Architecture) -> bool:
         if (layer := f"{arch.hf_prefix}.layers.{index}.{name}")
         and (name in joined or adapters.adapts(layer, index, len(arch.blocks)))
     ]
-    patterns = []
-    for key in ("rank_pattern", "alpha_pattern"):
-        usual = adapters.rank if key == "rank_pattern" else config.get("lora_alpha", DEFAULT_ALPHA)
-        given = config.get(key) or {}
-        patterns.append(
-            {
-                pattern: value / usual
-                for pattern, value in given.items()
-                if value != usual and any(_matches(rf"(.*\.)?({pattern})", each) for each in layers)
-            }
-        )
-    ranks, alphas = patterns
+
+    def changes(key: str, usual: float) -> dict[str, float]:
+        return {
+            pattern: value / usual
+            for pattern, value in (config.get(key) or {}).items()
+            if value != usual and any(_matches(rf"(.*\.)?({pattern})", each) for each in layers)
+        }
+
+    ranks = changes("rank_pattern", adapters.rank)
+    alphas = changes("alpha_pattern", config.get("lora_alpha", DEFAULT_ALPHA))
     if not ranks and not alphas:
         return False
     several = {name: count for name, count in joined.items() if count > 1}

@@ -47,9 +47,9 @@ def read_sequences(
     of a target is 1 if the target is in the loss, else 0.
     """
     tokens, examples, mask = bundle.tokens(split), bundle.examples(split), bundle.mask(split)
-    begin = bundle.begin(split) if examples is None else None
+    begin = None
     if examples is None:
-        starts = range(0, len(tokens) - seq_len, seq_len)
+        begin, starts = bundle.begin(split), range(0, len(tokens) - seq_len, seq_len)
         rows = ((start, seq_len + 1) for start in starts)
     else:
         rows = ((start, min(length, seq_len + 1)) for start, length in examples.tolist())

@@ -220,9 +220,7 @@ def has_attention(heads: int, kv_heads: int, length: int, head_dim: int) -> bool
 
 @dataclass(frozen=True)
 class _Rules:
-    """The rules that `allowed_primitives.json` names. Each returns the outputs that the primitive
-    makes of its inputs, or raises an error.
-    """
+    """The rules of `allowed_primitives.json`. Each returns the outputs that the inputs make."""
 
     primitive: Primitive
     inputs: list[Array]

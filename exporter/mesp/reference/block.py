@@ -45,9 +45,8 @@ from mesp.reference.short_convolution import (
     output_of_short_convolution,
 )
 
-# For each mixer, the names of its intermediates, and three functions. The first computes the
-# intermediates. The second computes the output projection's input from the intermediates. The third
-# is the backward pass of both.
+# For each mixer, the names of its intermediates, and three functions: the intermediates, the output
+# projection's input, which follows from them, and the backward pass of both.
 MIXERS = {
     AttentionMixer: (
         ("q", "k", "v", "attn_out"),
@@ -80,12 +79,10 @@ def records(starts: Sequence[int], T: int) -> list[slice]:
 
 
 def rows(arrays: Sequence[mx.array], record: slice) -> list[mx.array]:
-    """Returns a record's part of arrays [..., T, size]."""
     return [array[..., record, :] for array in arrays]
 
 
 def joined(of_records: Sequence[Sequence[mx.array]]) -> list[mx.array]:
-    """Returns the arrays of a sequence from those of its records, the inverse of `rows`."""
     return [mx.concatenate(arrays, axis=-2) for arrays in zip(*of_records, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""A recurrence over tokens, computed in chunks. The mixers with a recurrent state share this."""
+"""A recurrence over tokens, computed in chunks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,13 @@ def decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def cut(arrays: Iterable[mx.array]) -> list[tuple[mx.array, ...]]:
-    """Cuts arrays [n, T, size] into chunks of tokens. The last chunk is padded with zeros, which do
-    not change the state.
-    """
+    """Cuts arrays [n, T, size] into chunks of tokens. Zeros pad the last, and change no state."""
     padded = [mx.pad(x, ((0, 0), (0, -x.shape[1] % CHUNK), (0, 0))) for x in arrays]
     return list(zip(*(mx.split(x, x.shape[1] // CHUNK, axis=1) for x in padded), strict=True))
 
 
 def scan(step: Callable, chunks: Sequence[Any], S: mx.array) -> tuple[mx.array, list[mx.array]]:
-    """Returns the outputs of all chunks, and the state before each, for the first state S.
-
-    `step` returns the outputs of a chunk and the state after it.
-    """
+    """Returns the outputs of all chunks, and the state before each. S is the first state."""
     states, outputs = [], []
     for chunk in chunks:
         states.append(S)
@@ -48,7 +43,7 @@ def scan(step: Callable, chunks: Sequence[Any], S: mx.array) -> tuple[mx.array, 
 def scan_backward(
     step_backward: Callable, chunks: Sequence[Any], states: list[mx.array], dy: mx.array
 ) -> list[mx.array]:
-    """Returns the gradients of the arrays that were cut into `chunks`, for dy [n, T, size]."""
+    """Returns the gradients of the arrays that were cut, for dy [n, T, size]."""
     dS, found = mx.zeros_like(states[0]), []
     for chunk, S, (dO,) in reversed(list(zip(chunks, states, cut([dy]), strict=True))):
         gradients, dS = step_backward(chunk, S, dO, dS)
@@ -57,7 +52,7 @@ def scan_backward(
 
 
 def repeat_heads(x: mx.array, heads: int) -> mx.array:
-    """Repeats each of x [n, T, size] for the heads that share it: [heads, T, size]."""
+    """Repeats x [n, T, size] for the heads that share it: [heads, T, size]."""
     return mx.repeat(x, heads // x.shape[0], axis=0)
 
 

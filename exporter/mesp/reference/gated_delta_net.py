@@ -147,7 +147,6 @@ def chunk_backward(
 def _chunks(
     q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array
 ) -> tuple[list[Chunk], mx.array]:
-    """Returns the chunks, and the initial state of zeros."""
     Hv, _, value_dim = v.shape
     q, k = repeat_heads(q, Hv), repeat_heads(k, Hv)
     chunks = [Chunk(*each) for each in cut([q, k, v, log_g[..., None], beta[..., None]])]

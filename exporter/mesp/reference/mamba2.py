@@ -99,7 +99,6 @@ def state_space_chunk_backward(
 def _chunks(
     x: mx.array, dt: mx.array, B: mx.array, C: mx.array, a: mx.array
 ) -> tuple[list[StateSpaceChunk], mx.array]:
-    """Returns the chunks, and the initial state of zeros."""
     heads, step = x.shape[0], dt[..., None]
     B, C = repeat_heads(B, heads), repeat_heads(C, heads)
     chunks = [StateSpaceChunk(*each) for each in cut([step * x, a[:, None, None] * step, B, C])]

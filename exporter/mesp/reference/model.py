@@ -30,9 +30,7 @@ class Model:
     blocks: list[Weights]
     embedding: Weights
     head: Weights
-    # The weights of per-layer embeddings, or an empty dictionary if the model has none: the table
-    # (`model.embed_tokens_per_layer`), a projection (`model.per_layer_model_projection`), and the
-    # norm of the projection's output.
+    # of per-layer embeddings: the table, a projection, and the norm of the projection's output
     per_layer: Weights = field(default_factory=dict)
 
     @classmethod
@@ -123,7 +121,7 @@ Stored = Callable[[mx.array], mx.array]
 
 
 class Parts(NamedTuple):
-    """The operands of a block. `stored` is applied to each intermediate that is kept."""
+    """The operands of a block. `stored` is applied to each kept intermediate."""
 
     p: dict[str, Projection]
     vector: Weights
@@ -141,10 +139,8 @@ class Parts(NamedTuple):
         masks: Masks | None = None,
         stored: Stored = lambda x: x,
     ) -> Parts:
-        """`weights` and `lora` are those of the block.
-
-        A projection of a fused module has its own rows of W and bias, and its own columns of B. It
-        shares the module's A and dropout mask.
+        """A projection of a fused module has its own rows of W and bias, and its own columns of B.
+        It shares the module's A and dropout mask.
         """
         matrices = unpack_lora(lora, block)
         projections = {}
