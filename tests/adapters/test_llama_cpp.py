@@ -442,19 +442,8 @@ def mixed_lines(count: int, seed: int = 0) -> list[str]:
     안녕하세요 مرحبا שלום नमस्ते ﬁ e\u0301 x² ½ Ⅷ ٣٤ 1 23 456 12345 3.14 1e-9 0xFF
     foo_bar fooBar HTTPServer __init__ a+b==c != <= -> :: // # % $x {} [0] (y) "q" 'z' \\n ... ,,
     ;; — 😀 👩‍👩‍👧 🇫🇷"""
-    spaces = [" "] * 12 + [
-        "  ",
-        "   ",
-        "\t",
-        " \t ",
-        "\n",
-        "\n\n",
-        " \n",
-        "\n ",
-        "\r\n",
-        "",
-        "\u3000",
-    ]
+    spaces = [" "] * 12
+    spaces += ["  ", "   ", "\t", " \t ", "\n", "\n\n", " \n", "\n ", "\r\n", "", "\u3000"]
     code = [line for line in inspect.getsource(argparse).splitlines() if line]
 
     def line(index: int) -> str:

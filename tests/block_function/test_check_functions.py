@@ -99,14 +99,12 @@ def test_a_file_that_lies_is_refused(tmp_path, function, old, new, said):
         check_functions(replaced(file, old, new), "cpu")
 
 
-def one(
-    name: str, state: bytes, shape_in: tuple, shape_out: tuple, dtype: bytes = FLOAT32
-) -> bytes:
+def one(name: str, state: bytes, shape_in: tuple, shape_out: tuple) -> bytes:
     ids = struct.pack("<QQ", 1, 0), struct.pack("<QQ", 1, 1)
     array = shape(*shape_in) + FLOAT32
     name_bytes = struct.pack("<Q", len(name)) + name.encode()
     tape = struct.pack("<QQ??", 2, 0, False, False) + struct.pack("<Q?", 1, True) + ids[0]
-    tape += bytes(12) + name_bytes + state + bytes(8) + shape(*shape_out) + dtype
+    tape += bytes(12) + name_bytes + state + bytes(8) + shape(*shape_out) + FLOAT32
     inputs = bytes(8) + ids[0] + struct.pack("<Q", 1) + array
     return mlxfn._header(1) + inputs + ids[1] + tape
 

@@ -20,16 +20,18 @@ from mesp.settings.train_settings import SCHEDULES
 LARGEST, LEAST = float(np.finfo(np.float32).max), 2.0**-149  # the least is subnormal
 
 
-def numbers(most: float = LARGEST) -> st.SearchStrategy[float]:
-    edges = [0.0, 1.0, -1.0, LEAST, 1e-40, -1e-30, 1e-7, 1e10, 1e19, 1e25, LARGEST, -LARGEST]
-    edges = [float(np.float32(edge)) for edge in edges if abs(edge) <= most]
-    return st.sampled_from(edges) | st.floats(-most, most, width=32)
+EDGES = (0.0, LEAST, 1e-40, 1e-10, 1e-7, 1e-6, 1.0, 1e10, 1e19, 1e25, LARGEST)
+EDGES += (-1.0, -1e-30, -LARGEST)
+
+
+def numbers(most: float = LARGEST, least: float | None = None) -> st.SearchStrategy[float]:
+    least = -most if least is None else least
+    edges = [float(np.float32(edge)) for edge in EDGES if least <= edge <= most]
+    return st.sampled_from(edges) | st.floats(least, most, width=32)
 
 
 def positive(most: float = LARGEST) -> st.SearchStrategy[float]:
-    edges = [LEAST, 1e-40, 1e-10, 1e-6, 1.0, 1e10, LARGEST]
-    edges = [float(np.float32(edge)) for edge in edges if edge <= most]
-    return st.sampled_from(edges) | st.floats(LEAST, most, width=32)
+    return numbers(most, LEAST)
 
 
 def blocks(most: float = LARGEST) -> st.SearchStrategy[list[list[float]]]:

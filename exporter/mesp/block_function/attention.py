@@ -42,9 +42,6 @@ def mix_by_attention(
     def heads(x: mx.array, count: int) -> mx.array:  # [1, T, n·size] -> [1, n, T, size]
         return x.reshape(1, x.shape[1], count, -1).swapaxes(1, 2).astype(dtype)
 
-    def place(name: str, x: mx.array, rows: slice = everywhere) -> mx.array:
-        return place_rows(mixer, parts, turn, name, x, rows)
-
     q = heads(parts.project("q", x), mixer.num_attention_heads)
     if parts.shared:
         (k, v), keys = parts.shared, parts.shared
@@ -62,7 +59,8 @@ def mix_by_attention(
         attend = partial(fused_attention, parts.fast)
     else:
         attend = attention
-    attn_out = attend(queries, *keys, partial(place, "q"), scoring).astype(dtype)
+    place = partial(place_rows, mixer, parts, turn, "q")
+    attn_out = attend(queries, *keys, place, scoring).astype(dtype)
     if not mixer.gate_dim:
         return [q, k, v, attn_out], attn_out
     gates = mx.sigmoid(gates.swapaxes(1, 2).astype(mx.float32))

@@ -71,12 +71,10 @@ def format_table(found: Sequence[Row], width: int = 200) -> str:
 def _estimate(estimate: Estimate | None, sign: str = "") -> list[str]:
     if estimate is None:
         return ["", ""]
+    value = f"{estimate.value:{sign},.3f}"
     if estimate.low is None:
-        return [f"{estimate.value:{sign},.3f}", decimal(None)]
-    return [
-        f"{estimate.value:{sign},.3f}",
-        f"{estimate.low:{sign},.3f} … {estimate.high:{sign},.3f}",
-    ]
+        return [value, decimal(None)]
+    return [value, f"{estimate.low:{sign},.3f} … {estimate.high:{sign},.3f}"]
 
 
 def check_writable(path: Path) -> None:
