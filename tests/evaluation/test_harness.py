@@ -14,10 +14,10 @@ pytest.importorskip("lm_eval", reason="`make test-slow` installs lm_eval")
 import yaml
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
-from mlx.utils import tree_flatten
 from mlx_lm.evaluate import MLXLM
-from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx_lm.tuner.utils import load_adapters
 
+from helpers.adapters import write_adapters
 from helpers.commands import call, command, run
 from mesp.bundle.reader import Bundle
 from mesp.data.tokenizer import load_bundle_tokenizer
@@ -45,24 +45,7 @@ MAX_TOKENS = 6
 
 @pytest.fixture(scope="module")
 def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    parameters = {"rank": 4, "scale": 4.0, "dropout": 0.0, "keys": ["self_attn.v_proj"]}
-    model = Bundle(bundle).to_mlx_lm()
-    model.freeze()
-    linear_to_lora_layers(model, 6, parameters)
-    mx.random.seed(0)
-    model.apply_to_modules(
-        lambda _, m: (
-            m.update({"lora_b": 0.1 * mx.random.normal(m.lora_b.shape)})
-            if hasattr(m, "lora_b")
-            else None
-        )
-    )
-    folder = tmp_path_factory.mktemp("adapters")
-    weights = dict(tree_flatten(model.trainable_parameters()))
-    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
-    config = {"fine_tune_type": "lora", "num_layers": 6, "lora_parameters": parameters}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+    return write_adapters(tmp_path_factory.mktemp("tuned") / "adapters", bundle, 0.05)
 
 
 @pytest.fixture(scope="module")
