@@ -146,20 +146,19 @@ def tf32_line(report: Report, settings: dict[str, Any], console: Console) -> Che
         return line | {"verdict": "skipped", "sentence": sentence}
     errors = [{**each, "name": f"with TF32: {each['name']}"} for each in
               again["gradients.cpu"]["measured"]]  # fmt: skip
-    ratios = [
-        {
-            "name": f"{name} with TF32, relative",
-            "value": step_seconds(again[name]) / step_seconds(without[name]),
-            "unit": "",
-        }
+    relative = {
+        name: step_seconds(again[name]) / step_seconds(without[name])
         for name in times
         if again[name]["measured"] and without[name]["measured"]
+    }
+    ratios = [
+        {"name": f"{name} with TF32, relative", "value": ratio, "unit": ""}
+        for name, ratio in relative.items()
     ]
-    measured = " and ".join(f"{each['value']:.2f}" for each in ratios)
-    if len(ratios) > 1:
-        time = f"With TF32, steps took {measured} of the time without it."
-    elif ratios:
-        time = f"With TF32, a step took {measured} of the time without it."
+    if relative:
+        steps = "steps" if len(relative) > 1 else "a step"
+        measured = " and ".join(f"{ratio:.2f}" for ratio in relative.values())
+        time = f"With TF32, {steps} took {measured} of the time without it."
     else:
         time = "The time of a step was not measured."
     # A report has None for a number that is not finite.
@@ -226,26 +225,23 @@ def ended(report: Report) -> Report:
     if report.get("end"):
         return report
     problem = report.get("problem") or "The process ended in this check."
-    missing = [
-        {"name": name, "verdict": verdict, "sentence": sentence, "measured": [], "seconds": 0}
-        for name, verdict, sentence in zip(
-            to_come(report),
-            ["fail"] + ["skipped"] * len(to_come(report)),
-            [problem] + ["It was not reached."] * len(to_come(report)),
-            strict=False,
-        )
-    ]
+    skipped = {
+        "verdict": "skipped",
+        "sentence": "It was not reached.",
+        "measured": [],
+        "seconds": 0,
+    }
+    missing = [{"name": name, **skipped} for name in to_come(report)]
+    for first in missing[:1]:
+        first |= {"verdict": "fail", "sentence": problem}
     end = {"verdict": "fail", "constants": {}, "seconds": 0}
     return {"start": report["start"], "checks": [*report["checks"], *missing], "end": end}
 
 
 def show(check: dict[str, Any], console: Console) -> None:
-    verdict = check["verdict"]
-    console.print(
-        f"[{COLORS.get(verdict, 'default')}]{verdict:<7}[/] {check['name']:<20} "
-        f"{escape(check['sentence'])}",
-        soft_wrap=True,
-    )
+    color = COLORS.get(check["verdict"], "default")
+    line = f"[{color}]{check['verdict']:<7}[/] {check['name']:<20} {escape(check['sentence'])}"
+    console.print(line, soft_wrap=True)
 
 
 def amount(value: float | None, unit: str) -> str:
@@ -262,13 +258,6 @@ def amount(value: float | None, unit: str) -> str:
 
 
 UNITS = {"metal_bytes": "bytes", "bytes_per_second": "bytes/s", "flops_per_second": "FLOP/s"}
-
-
-def constants(report: Report) -> list[tuple[str, str]]:
-    return [
-        (name.replace("_", " "), amount(value, UNITS.get(name, "s")))
-        for name, value in sorted(report["end"]["constants"].items())
-    ]
 
 
 def page(report: Report) -> str:
@@ -293,13 +282,16 @@ def page(report: Report) -> str:
         for check in report["checks"]
         if check.get("measured")
     ]  # fmt: skip
-    measured = constants(report)
+    constants = [
+        (name.replace("_", " "), amount(value, UNITS.get(name, "s")))
+        for name, value in sorted(report["end"]["constants"].items())
+    ]
     return render_document(
         f"Self-check: {'something failed' if verdict == 'fail' else 'nothing failed'}",
         table(about),
         "<h2>Checks</h2>",
         table([(each["name"], each["verdict"], each["sentence"]) for each in report["checks"]]),
-        "<h2>Constants for the planner</h2>" + table(measured) if measured else "",
+        "<h2>Constants for the planner</h2>" + table(constants) if constants else "",
         *details,
     )
 

@@ -16,6 +16,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import click
@@ -132,10 +133,13 @@ def collect_run(run: Path, out: Path) -> Path:
     if (run / LOG_NAME).stat().st_size > SIZE:
         raise MespError(f"its log has more than {SIZE >> 20} MiB")
     target = next(place for place in places(out, run.name) if may_hold(place, run))
-    if is_newer(target, run):
+    log = target / LOG_NAME
+    if log.exists() and log.stat().st_size > (run / LOG_NAME).stat().st_size:
         note(f"{target} is further on than {run}, and was left as it is.")
-    else:
-        replace(run, target)
+        return target
+    with replacing(target, f"collect.py is writing {target}") as fresh:
+        for name in KEPT:
+            copy(run / name, fresh / name)
     return target
 
 
@@ -145,10 +149,8 @@ def places(out: Path, name: str) -> Iterator[Path]:
     """
     name = name.lstrip(".").encode(errors="ignore")[:200].decode(errors="ignore") or "run"
     yield out / name
-    number = 2
-    while True:
+    for number in count(2):
         yield out / f"{name}-{number}"
-        number += 1
 
 
 def may_hold(place: Path, run: Path) -> bool:
@@ -160,17 +162,6 @@ def may_hold(place: Path, run: Path) -> bool:
 def first_line(run: Path) -> bytes:
     with open(run / LOG_NAME, "rb") as log:
         return log.readline(LINE)
-
-
-def is_newer(collected: Path, run: Path) -> bool:
-    log = collected / LOG_NAME
-    return log.exists() and log.stat().st_size > (run / LOG_NAME).stat().st_size
-
-
-def replace(run: Path, target: Path) -> None:
-    with replacing(target, f"collect.py is writing {target}") as fresh:
-        for name in KEPT:
-            copy(run / name, fresh / name)
 
 
 def copy(source: Path, target: Path, levels: int = 8) -> bool:

@@ -19,7 +19,7 @@ from rich.text import Text
 from mesp.commands.command import Command
 from mesp.formatting import decimal, megabytes
 from mesp.runs.log import RunLog
-from studies.tasks.house_requests import SOON, Case, cases
+from studies.tasks.house_requests import SOON, cases
 
 STEPS = 600
 BATCH_SIZE = 2
@@ -61,7 +61,7 @@ def main(seed: int) -> None:
         *(program("mesp-export"), "--model", "demo", "--data", data, "--out", bundle),
         *("--overwrite", "--seq-len", SEQ_LEN, "--rank", RANK),
     )
-    run = OUT / "runs" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    run = new_run(OUT)
     call(
         *(program("mesp-train"), bundle, "--steps", STEPS, "--batch-size", BATCH_SIZE, *UPDATE),
         *("--seed", seed, "--val-batches", HELD_OUT_CASES, "--out", run),
@@ -74,22 +74,15 @@ def main(seed: int) -> None:
     report = OUT / "report.html"
     call(program("mesp"), "report", collected / run.name, "--out", report)
 
-    console = Console(width=WIDTH, highlight=False)
-    console.print("\nHeld-out requests, whose words and commands are not in the training data:\n")
-    for case, old, new in zip(held_out[:SHOWN], before, after, strict=False):
-        console.print(shown(case, old, new))
+    click.echo("\nHeld-out requests, whose words and commands are not in the training data:\n")
     result = RunLog.load(run)
-    loss_before, loss_after = result.held_out
-    console.print(
-        f"\nRight to the letter: {right(before)} of {len(before)} before fine-tuning, "
-        f"{right(after)} of {len(after)} after.\n"
-        f"Held-out loss {decimal(loss_before)} before, {decimal(loss_after)} after, nats a token.\n"
-        f"Peak footprint of the trainer {megabytes(result.peak_bytes)} MB, "
-        f"{result.end['seconds']:.0f} s for {result.last_step} steps of {BATCH_SIZE} requests; "
-        f"{time.monotonic() - began:.0f} s in all.\n"
-        f"Loss, memory and time by step: {report}",
-        soft_wrap=True,
-    )
+    spent = f"{result.end['seconds']:.0f} s for {result.last_step} steps of {BATCH_SIZE} requests; "
+    spent += f"{time.monotonic() - began:.0f} s in all"
+    print_result(result, held_out[:SHOWN], before, after, "Right to the letter", spent, report)
+
+
+def new_run(out: Path) -> Path:
+    return out / "runs" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
 
 
 def write_data(folder: Path, **files: Iterable[Any]) -> None:
@@ -142,8 +135,26 @@ def right(found: list[Answer]) -> int:
     return sum(answer.is_right for answer in found)
 
 
-def shown(case: Case, before: Answer, after: Answer) -> Text:
-    text = Text(f"{case.prompt}\n", style="bold", no_wrap=True, overflow="ellipsis")
+def print_result(
+    run: RunLog, cases: list[Any], before: list[Answer], after: list[Answer], what: str, spent: str,
+    report: Path,
+) -> None:  # fmt: skip
+    console = Console(width=WIDTH, highlight=False)
+    for case, old, new in zip(cases, before, after, strict=False):
+        console.print(shown(case.prompt, old, new))
+    loss_before, loss_after = run.held_out
+    console.print(
+        f"\n{what}: {right(before)} of {len(before)} before fine-tuning, "
+        f"{right(after)} of {len(after)} after.\n"
+        f"Held-out loss {decimal(loss_before)} before, {decimal(loss_after)} after, nats a token.\n"
+        f"Peak footprint of the trainer {megabytes(run.peak_bytes)} MB, {spent}.\n"
+        f"Loss, memory and time by step: {report}",
+        soft_wrap=True,
+    )
+
+
+def shown(prompt: str, before: Answer, after: Answer) -> Text:
+    text = Text(f"{prompt}\n", style="bold", no_wrap=True, overflow="ellipsis")
     for when, answer in (("before", before), ("after", after)):
         mark = Text("✓", "green") if answer.is_right else Text("✗", "red")
         line = " ".join(answer.text.split())[: WIDTH - 13]

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import click
@@ -44,18 +45,23 @@ def main(both: bool, rounds: int, split: str, seed: int, learning_rate: float, o
     for case in cases(CASES, seed=0, held_out=False):
         requests[json.loads(case.completion)["what"]].append(case)
     write_data(data, **requests, valid=cases(HELD_OUT_CASES, seed=1, held_out=True))
-    export(bundle)
+    call(
+        *(program("mesp-export"), "--model", "demo", "--out", bundle, "--overwrite"),
+        *("--seq-len", SEQ_LEN, "--rank", RANK),
+    )
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     found = {}
-    for number, (kind, options) in enumerate(KINDS.items()):
-        if number and not both:
-            break
-        federation = federated(
-            *(bundle, data, out / "runs" / f"{stamp}-{number}", "--rounds", rounds),
-            *("--split", split, "--seed", seed, "--learning-rate", learning_rate),
-            *("--steps", STEPS, "--val-batches", HELD_OUT_CASES, *options),
+    kinds = list(KINDS.items())[: None if both else 1]
+    for number, (kind, options) in enumerate(kinds):
+        output = out / "runs" / f"{stamp}-{number}"
+        call(
+            *(program("mesp"), "federate", bundle, "--data", data, "--clients", len(DO)),
+            *("--batch-size", BATCH_SIZE, "--alpha", 2 * RANK, "--out", output),
+            *("--rounds", rounds, "--split", split, "--seed", seed),
+            *("--learning-rate", learning_rate, "--steps", STEPS),
+            *("--val-batches", HELD_OUT_CASES, *options),
         )
-        found[kind] = federation.rounds.records()
+        found[kind] = Federation.read(output).rounds.records()
     picture = out / "rounds.png"
     draw(picture, found)
     for kind, records in found.items():
@@ -63,32 +69,15 @@ def main(both: bool, rounds: int, split: str, seed: int, learning_rate: float, o
     click.echo(f"{time.monotonic() - began:.0f} s in all. The rounds, drawn: {picture}")
 
 
-def export(bundle: Path, *options: object) -> None:
-    call(
-        *(program("mesp-export"), "--model", "demo", "--out", bundle, "--overwrite"),
-        *("--seq-len", SEQ_LEN, "--rank", RANK, *options),
-    )
-
-
-def federated(bundle: Path, data: Path, output: Path, *options: object) -> Federation:
-    call(
-        *(program("mesp"), "federate", bundle, "--data", data, "--clients", len(DO)),
-        *("--batch-size", BATCH_SIZE, "--alpha", 2 * RANK, "--out", output, *options),
-    )
-    return Federation.read(output)
-
-
 def described(records: list[dict[str, Any]]) -> str:
     clients = sum(len(record["clients"]) for record in records[1:])
     down, up = (sum(r[f"bytes_{way}"] for r in records[1:]) / clients for way in ("down", "up"))
-    drifts = [record["drift"] for record in records[1:]]
-    errors = [record["averaging_error"] for record in records[1:]]
+    drift, error = (mean(r[name] for r in records[1:]) for name in ("drift", "averaging_error"))
     return (
         f"held-out loss {decimal(records[0]['held_out_loss'], 3)} before, "
         f"{decimal(records[-1]['held_out_loss'], 3)} after {len(records) - 1} rounds; "
         f"{megabytes(down)} MB down and {megabytes(up)} MB up a client and round; "
-        f"drift {decimal(sum(drifts) / len(drifts))}, "
-        f"error of the average {decimal(100 * sum(errors) / len(errors), 1)}%."
+        f"drift {decimal(drift)}, error of the average {decimal(100 * error, 1)}%."
     )
 
 

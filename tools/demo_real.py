@@ -5,15 +5,14 @@ entries.
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
 
 import click
 from rich.console import Console
 
-from demo import TOOLS, WIDTH, call, evaluate, program, right, shown, write_data, write_samples
+import demo
 from mesp.commands.command import Command
 from mesp.errors import MespError
-from mesp.formatting import decimal, duration, megabytes
+from mesp.formatting import duration
 from mesp.runs.log import RunLog
 from mesp.source_model.find import find_source
 from studies import real_models
@@ -28,7 +27,7 @@ SHOWN = 8
 MAX_TOKENS = 64  # the longest entry has 51 tokens
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-OUT = TOOLS.parent / "build" / "demo-real"
+OUT = demo.TOOLS.parent / "build" / "demo-real"
 
 
 @click.command(cls=Command)
@@ -48,42 +47,32 @@ def main(model: str | None, steps: int, seed: int) -> None:
     bundle, data = OUT / "notes.mesp", OUT / "notes"
     held_out = spoken_notes.cases(HELD_OUT_CASES, seed=1, held_out=True)
     train = spoken_notes.cases(TRAINING_CASES, seed=0, held_out=False)
-    write_data(data, train=train, valid=held_out)
-    call(
-        *(program("mesp-export"), "--model", model, "--data", data, "--out", bundle),
+    demo.write_data(data, train=train, valid=held_out)
+    demo.call(
+        *(demo.program("mesp-export"), "--model", model, "--data", data, "--out", bundle),
         *("--overwrite", "--seq-len", ",".join(map(str, SEQ_LENS))),
     )
-    run = OUT / "runs" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-    call(
-        *(program("mesp-train"), bundle, "--steps", steps, "--schedule", "linear"),
+    run = demo.new_run(OUT)
+    demo.call(
+        *(demo.program("mesp-train"), bundle, "--steps", steps, "--schedule", "linear"),
         *("--warmup", steps // 20, "--seed", seed, "--val-batches", HELD_OUT_CASES, "--out", run),
     )
-    before, after = evaluate(
+    before, after = demo.evaluate(
         *(bundle, data, [run], "--json", "--extract", r"\{[^}]*\}", "--max-tokens", MAX_TOKENS)
     )
-    write_samples(run, held_out[:SHOWN], before, after)
+    demo.write_samples(run, held_out[:SHOWN], before, after)
     report = OUT / "report.html"
-    call(program("mesp"), "report", run, "--out", report)
+    demo.call(demo.program("mesp"), "report", run, "--out", report)
 
-    console = Console(width=WIDTH, highlight=False)
-    console.print(
+    Console(width=demo.WIDTH, highlight=False).print(
         "\nHeld-out notes, whose titles, names and places are not in the training data. Each was "
         f"asked for with “{spoken_notes.INSTRUCTION.strip()}”:\n"
     )
-    for case, old, new in zip(held_out[:SHOWN], before, after, strict=False):
-        console.print(shown(case._replace(prompt=case.note), old, new))
+    notes = [case._replace(prompt=case.note) for case in held_out[:SHOWN]]
     result = RunLog.load(run)
-    loss_before, loss_after = result.held_out
-    console.print(
-        f"\nRight entries, every field: {right(before)} of {len(before)} before fine-tuning, "
-        f"{right(after)} of {len(after)} after.\n"
-        f"Held-out loss {decimal(loss_before)} before, {decimal(loss_after)} after, nats a token.\n"
-        f"Peak footprint of the trainer {megabytes(result.peak_bytes)} MB, "
-        f"{duration(result.end['seconds'])} for {result.last_step} notes; "
-        f"{duration(time.monotonic() - began)} in all.\n"
-        f"Loss, memory and time by step: {report}",
-        soft_wrap=True,
-    )
+    spent = f"{duration(result.end['seconds'])} for {result.last_step} notes; "
+    spent += f"{duration(time.monotonic() - began)} in all"
+    demo.print_result(result, notes, before, after, "Right entries, every field", spent, report)
 
 
 def find_model() -> str:

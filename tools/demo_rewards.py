@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import random
-from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from demo import TOOLS, WIDTH, call, evaluate, program, right, write_data
+from demo import TOOLS, WIDTH, call, evaluate, new_run, program, right, write_data
 from demo_real import find_model
 from mesp.commands.command import Command
 from mesp.formatting import duration, megabytes
@@ -87,7 +86,7 @@ def main(model: str | None, steps: int, seeds: tuple[int, ...]) -> None:
         *("--out", bundle, "--overwrite", "--seq-len", SEQ_LEN),
     )
     # A supervised run with as many sequences per step, for comparison.
-    runs_at = OUT / "runs" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    runs_at = new_run(OUT)
     size = ("--batch-size", PROMPTS * GROUP_SIZE, "--steps", 2, "--val-batches", 0)
     supervised = train(bundle, runs_at / "supervised", *size)
     options = (

@@ -69,8 +69,8 @@ def measure_here(steps: Steps, out: Path, seconds: float) -> None:
     lengths = ("--seq-len", 128, "--seq-len", 256, "--rank", 8)
     if not steps.program("mesp-export", "--model", "demo", *lengths, "--out", bundle):
         return
-    check = ("--bundle", bundle, "--seconds", seconds, "--out", out / "self-check")
-    steps.tool("check_gpu.py", *check)
+    check = ("--bundle", bundle, "--seconds", seconds)
+    steps.tool("check_gpu.py", *check, "--out", out / "self-check")
     runs = []
     for name, device in (("default", ()), ("cpu", ("--device", "cpu"))):
         run = out / "runs" / name
@@ -99,12 +99,12 @@ class Steps:
             log.write(text + "\n")
 
     def program(self, name: str, *arguments: object) -> bool:
-        return self._run(Path(sys.executable).with_name(name), *arguments)
+        return self.run(Path(sys.executable).with_name(name), *arguments)
 
-    def tool(self, name: str, *arguments: object) -> bool:
-        return self._run(sys.executable, TOOLS / name, *arguments)
+    def tool(self, name: str, *arguments: object) -> None:
+        self.run(sys.executable, TOOLS / name, *arguments)
 
-    def _run(self, *command: object) -> bool:
+    def run(self, *command: object) -> bool:
         line = [str(part) for part in command]
         shown = shlex.join(Path(part).name if Path(part).is_absolute() else part for part in line)
         self.say(f"\n$ {shown}")

@@ -61,14 +61,8 @@ def main(model: str, learning_rate: float, out: Path) -> None:
         raise click.ClickException(f"training raised the loss from {before} to {after}")
 
     quantized, fused = out / "quantized", out / "fused"
-    mlx_lm.convert(
-        str(source.folder),
-        str(quantized),
-        quantize=True,
-        q_group_size=GROUP_SIZE,
-        q_bits=BITS,
-        dtype="float32",
-    )
+    how = {"quantize": True, "q_group_size": GROUP_SIZE, "q_bits": BITS, "dtype": "float32"}
+    mlx_lm.convert(str(source.folder), str(quantized), **how)
     check("the model", before, loss(quantized, bundle))
     check("with adapters", after, loss(quantized, bundle, run / "adapters"))
     fuse = ["fuse", "--model", quantized, "--adapter-path", run / "adapters", "--dequantize"]
@@ -88,8 +82,8 @@ def loss(model: Path, bundle: Path, adapters: Path | None = None) -> float:
 
 def check(what: str, trainer: float, mlx_lm_loss: float) -> None:
     click.echo(f"{what}: {trainer:.4f} in the trainer, {mlx_lm_loss:.4f} in mlx-lm")
-    if abs(trainer - mlx_lm_loss) > TOLERANCE:
-        raise click.ClickException(f"{what}: the losses differ by {abs(trainer - mlx_lm_loss):.2g}")
+    if (difference := abs(trainer - mlx_lm_loss)) > TOLERANCE:
+        raise click.ClickException(f"{what}: the losses differ by {difference:.2g}")
 
 
 def command(module: str, *arguments: object) -> None:

@@ -136,8 +136,7 @@ class Devicectl:
             raise self.explained(error, "told to start the app") from error
 
     def explained(self, error: DevicectlError, done: str) -> MespError:
-        signs = ("DeviceLocked", "0xE80000E2", "device is locked", "could not be, unlocked")
-        if error.means(*signs):
+        if error.means("DeviceLocked", "0xE80000E2", "device is locked", "could not be, unlocked"):
             return locked(self.name)
         if error.means("ContainerLookupErrorDomain"):
             return not_installed(self.name, self.app)
@@ -187,18 +186,14 @@ def pymobiledevice3() -> str | None:
 class PyMobileDevice3:
     def __init__(self, device: str | None, app: str, otherwise: str):
         self.app = app
-        listed = json.loads(self.call(None, "usbmux", "list") or "[]")
+        listed = json.loads(self.call("usbmux", "list") or "[]")
         # A phone is listed twice if it is connected by cable and by network.
         phones = {
             phone["Identifier"]: phone["DeviceName"]
             for phone in listed
             if phone.get("DeviceClass") in ("iPhone", "iPad")
         }
-        matching = [
-            (name, identifier)
-            for identifier, name in phones.items()
-            if device in (None, name, identifier)
-        ]
+        matching = [(name, own) for own, name in phones.items() if device in (None, name, own)]
         if device is not None and not matching:
             raise MespError(
                 f"There is no phone {device}: `pymobiledevice3 usbmux list` shows which there are."
@@ -219,7 +214,8 @@ class PyMobileDevice3:
 
     def documents(self, verb: str, *paths: str, absent_is_fine: bool = False) -> None:
         try:
-            self.call(self.identifier, "apps", verb, "--documents", self.app, *paths)
+            udid = {"PYMOBILEDEVICE3_UDID": self.identifier}
+            self.call("apps", verb, "--documents", self.app, *paths, **udid)
         except MespError as error:
             if "No such file on the device" in error.message and absent_is_fine:
                 return
@@ -230,23 +226,14 @@ class PyMobileDevice3:
             raise MespError(f"The phone {self.name} cannot be reached: {error.message}") from error
 
     @staticmethod
-    def call(identifier: str | None, *arguments: str) -> str:
-        environment = {} if identifier is None else {"PYMOBILEDEVICE3_UDID": identifier}
-        done = run([pymobiledevice3() or "", *arguments], environment)
+    def call(*arguments: str, **environment: str) -> str:
+        done = run([pymobiledevice3() or "", *arguments], **environment)
         if done.returncode == 0:
             return done.stdout
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         raise MespError(lines[-1] if lines else "pymobiledevice3 failed.")
 
 
-def run(
-    command: list[str], environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        env={**os.environ, **(environment or {})},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
+    return subprocess.run(command, env=os.environ | environment, **streams)

@@ -39,9 +39,8 @@ def readelf(option: str, file: Path) -> str:
 
 def needed_symbols(file: Path) -> dict[str, tuple[int, ...]]:
     newest: dict[str, tuple[int, ...]] = {}
-    for name, version in re.findall(
-        r"Name: (GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", readelf("--version-info", file)
-    ):
+    versions = r"Name: (GLIBC|GLIBCXX|CXXABI)_([\d.]+)"
+    for name, version in re.findall(versions, readelf("--version-info", file)):
         newest[name] = max(newest.get(name, ()), tuple(map(int, version.split("."))))
     return newest
 
@@ -57,7 +56,7 @@ def excess(engine: Path, mlx: Path) -> list[str]:
     return libraries + [
         f"{name}_{'.'.join(map(str, version))}"
         for name, version in needed_symbols(engine).items()
-        if name != "GCC" and version > there.get(name, ())
+        if version > there.get(name, ())
     ]
 
 

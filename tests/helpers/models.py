@@ -50,8 +50,7 @@ _GEMMA |= {"query_pre_attn_scalar": 24, "sliding_window": 5}
 _GEMMA3 = {**_GEMMA, "sliding_window_pattern": 2, "rope_local_base_freq": 100.0}
 _GRANITE = {**_COMMON, "head_dim": None, "embedding_multiplier": 2.0, "attention_multiplier": 0.1}
 _GRANITE |= {"residual_multiplier": 0.5, "logits_scaling": 1.5, "attention_bias": False}
-_GRANITE4 = {**_GRANITE, "model_type": "granitemoehybrid", "num_local_experts": 0}
-_GRANITE4 |= {"shared_intermediate_size": 128}
+_GRANITE4 = {**_GRANITE, "num_local_experts": 0, "shared_intermediate_size": 128}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 24}
 _MAMBA |= {"mamba_d_conv": 4, "mamba_conv_bias": True, "mamba_proj_bias": False}
 _LFM2 = {**_COMMON, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3}
@@ -65,39 +64,24 @@ def _full(kind: str, theta: float, share: float) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": theta, "partial_rotary_factor": share}
 
 
-FAMILIES = {
+_FAMILIES = {
     "qwen2": {**TINY, "num_hidden_layers": 2},
-    "qwen3": {**_COMMON, "model_type": "qwen3", "head_dim": 32},
+    "qwen3": {**_COMMON, "head_dim": 32},
     "llama": {
         **_COMMON,
-        "model_type": "llama",
         "attention_bias": True,
         "mlp_bias": True,
         "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 16},
         "tie_word_embeddings": False,
     },
-    "llama-linear": {
-        **_COMMON,
-        "model_type": "llama",
-        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-    },
-    "smollm3": {**_COMMON, "model_type": "smollm3", "no_rope_layers": [1, 0]},
-    "mistral": {**_COMMON, "model_type": "mistral", "sliding_window": 5, "rope_scaling": _YARN},
-    "gemma2": {
-        **_GEMMA,
-        "model_type": "gemma2",
-        "attn_logit_softcapping": 3.0,
-        "final_logit_softcapping": 2.0,
-    },
-    "gemma3_text": {**_GEMMA3, "model_type": "gemma3_text"},
-    "gemma3": {
-        **_GEMMA3,
-        "model_type": "gemma3",
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    },
+    "llama-linear": {**_COMMON, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "smollm3": {**_COMMON, "no_rope_layers": [1, 0]},
+    "mistral": {**_COMMON, "sliding_window": 5, "rope_scaling": _YARN},
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    "gemma3_text": _GEMMA3,
+    "gemma3": {**_GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "gemma4": {
         **_GEMMA,
-        "model_type": "gemma4",
         "num_hidden_layers": 5,
         "head_dim": 16,
         "global_head_dim": 32,
@@ -115,7 +99,7 @@ FAMILIES = {
             "sliding_attention": _SLIDING,
         },
     },
-    "granite": {**_GRANITE, "model_type": "granite", "mlp_bias": False},
+    "granite": {**_GRANITE, "mlp_bias": False},
     "granitemoehybrid": {
         **_GRANITE4,
         "layer_types": ["attention"] * 2,
@@ -128,16 +112,9 @@ FAMILIES = {
         "layer_types": ["mamba", "attention"],
         "position_embedding_type": "nope",
     },
-    "minicpm": {
-        **_COMMON,
-        "model_type": "minicpm",
-        "scale_emb": 2,
-        "scale_depth": 1.4,
-        "dim_model_base": 32,
-    },
+    "minicpm": {**_COMMON, "scale_emb": 2, "scale_depth": 1.4, "dim_model_base": 32},
     "mistral3": {
         **_COMMON,
-        "model_type": "mistral3",
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 1e6,
@@ -150,7 +127,6 @@ FAMILIES = {
     },
     "qwen3_5": {
         **_COMMON,
-        "model_type": "qwen3_5",
         # ε is large, because this tiny model's norm may get inputs near 0. The norm's derivative is
         # 1 / √ε there, and a small ε would amplify rounding errors.
         "rms_norm_eps": 1e-2,
@@ -165,7 +141,6 @@ FAMILIES = {
     },
     "lfm2": {
         **_LFM2,
-        "model_type": "lfm2",
         "block_dim": 64,
         "block_ff_dim": 192,
         "block_multiple_of": 32,
@@ -175,7 +150,6 @@ FAMILIES = {
     },
     "lfm2_moe": {
         **_LFM2,
-        "model_type": "lfm2_moe",
         "layer_types": ["conv", "full_attention"],
         "num_dense_layers": 1,
         "num_experts": 6,
@@ -187,7 +161,6 @@ FAMILIES = {
     },
     "qwen3_moe": {
         **_COMMON,
-        "model_type": "qwen3_moe",
         "head_dim": 32,
         "mlp_only_layers": [0],
         "decoder_sparse_step": 1,
@@ -199,7 +172,6 @@ FAMILIES = {
     },
     "lfm3": {
         **_LFM2,
-        "model_type": "lfm3",
         "num_hidden_layers": 3,
         "layer_types": ["conv", "sliding_attention", "full_attention"],
         "rms_norm_eps": 1e-5,  # transformers' other name
@@ -212,7 +184,6 @@ FAMILIES = {
     },
     "phi3": {
         **_COMMON,
-        "model_type": "phi3",
         "partial_rotary_factor": 0.75,
         "rope_scaling": _LONG,
         "original_max_position_embeddings": 64,
@@ -220,18 +191,23 @@ FAMILIES = {
         "rms_norm_eps": 1e-5,
     },
 }
-FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"] | {
-    "model_type": "qwen3_5_moe",
+_FAMILIES["qwen3_5_moe"] = _FAMILIES["qwen3_5"] | {
     "num_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
     "norm_topk_prob": True,
 }
-FAMILIES["granite-moe"] = FAMILIES["granite-mamba"] | {
+_FAMILIES["granite-moe"] = _FAMILIES["granite-mamba"] | {
     "intermediate_size": 64,
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
+}
+_TYPES = {"llama-linear": "llama"} | dict.fromkeys(
+    ("granite-mamba", "granite-moe"), "granitemoehybrid"
+)
+FAMILIES = {
+    name: config | {"model_type": _TYPES.get(name, name)} for name, config in _FAMILIES.items()
 }
 # For each `model_type` whose experts are separate tensors on the Hub: MeSP's names of an expert's
 # matrices, and Hugging Face's names for them.

@@ -18,7 +18,6 @@ import json
 import math
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +76,6 @@ QUESTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Result:
-    before: float
-    after: float
-    strength: float
-    perplexity: dict[str, float]
-    peak_bytes: int
-    seconds: float
-
-
 @click.command(cls=Command)
 @click.option("--model", help="As mesp-export takes it.  [default: as make demo-real]")
 @click.option(
@@ -128,15 +117,20 @@ def main(
                 study = "after" if after else "alone"
                 out = OUT / "runs" / "-".join((study, name, str(seed), *label.split()))
                 start = adapters[label] if after else None
-                run = learn(bundle, out, steps, {**options, "seed": seed, "adapters": start})
+                count = round(steps / (1 - options.get("replay", 0)))
+                settings = {**OPTIONS, **options, "steps": count, "warmup": count // 20}
+                run = learn(bundle, out, seed=seed, adapters=start, **settings)
                 adapters[label] = run.adapters
-                each = result(run, perplexities(bundle, texts, answers, run.adapters))
-                gain = gain or each.before - each.after
+                before, trained = run.held_out
+                kept = {"strength": 1.0, "loss_after": trained} | run.strength
+                drop = before - kept["loss_after"]
+                gain = gain or drop
+                perplexity = perplexities(bundle, texts, answers, run.adapters)
                 table.add_row(
-                    f"{name}, seed {seed}", label, f"{each.before:.3f} → {each.after:.4f}",
-                    f"{each.strength:.2f}", f"{(each.before - each.after) / gain:.1%}",
-                    *(f"{value / base[text] - 1:+.1%}" for text, value in each.perplexity.items()),
-                    f"{each.peak_bytes / 1e6:.1f}", f"{each.seconds:.0f}",
+                    f"{name}, seed {seed}", label, f"{before:.3f} → {kept['loss_after']:.4f}",
+                    f"{kept['strength']:.2f}", f"{drop / gain:.1%}",
+                    *(f"{value / base[text] - 1:+.1%}" for text, value in perplexity.items()),
+                    f"{(run.peak_bytes or 0) / 1e6:.1f}", f"{seconds_of(run):.0f}",
                 )  # fmt: skip
             console.print(table)
 
@@ -221,29 +215,20 @@ def perplexities(
     return {**found, "answers": math.exp(-sum(scores) / tokens)}
 
 
-def learn(bundle: Bundle, out: Path, steps: int, options: dict[str, Any]) -> RunLog:
-    """Returns the run."""
+def learn(bundle: Bundle, out: Path, **settings: Any) -> RunLog:
+    """Returns the run in the folder `out`, which is trained if it is not finished."""
     if not (out / "metrics.jsonl").exists() or RunLog.load(out).state() != "finished":
         shutil.rmtree(out, ignore_errors=True)
-        steps = round(steps / (1 - options.get("replay", 0)))
-        warmup = steps // 20
-        mesp.train(bundle, out=out, steps=steps, warmup=warmup, **OPTIONS, **options)
+        mesp.train(bundle, out=out, **settings)
     return RunLog.load(out)
 
 
-def result(run: RunLog, perplexity: dict[str, float]) -> Result:
-    before, after = run.held_out
-    assert before is not None and after is not None
-    kept = {"strength": 1.0, "loss_after": after} | run.strength
-    # The time includes sampling texts and choosing the strength. settings.json is written before
-    # the sampling, and metrics.jsonl after the choice.
+def seconds_of(run: RunLog) -> float:
+    """Includes sampling texts, which settings.json precedes, and choosing the strength."""
     began, ended = (
         (run.adapters.parent / name).stat().st_mtime for name in ("settings.json", "metrics.jsonl")
     )
-    return Result(
-        before, kept["loss_after"], kept["strength"], perplexity,
-        run.peak_bytes or 0, ended - began,
-    )  # fmt: skip
+    return ended - began
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ from mesp.data.prompts import encode_prompt
 from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.evaluation.evaluated_model import running_model
 from mesp.runs.log import RunLog
-from studies.forgetting import ask, perplexities, write_texts
+from studies.forgetting import ask, learn, perplexities, write_texts
 
 OUT = Path("build/recall")
 SEQ_LEN = 64
@@ -174,14 +173,6 @@ def export(source: str, way: str, facts: int, seed: int, people: Sequence[Person
     )  # fmt: skip
 
 
-def learn(bundle: Bundle, name: str, **options: Any) -> RunLog:
-    out = OUT / "runs" / name
-    if not (out / "metrics.jsonl").exists() or RunLog.load(out).state() != "finished":
-        shutil.rmtree(out, ignore_errors=True)
-        mesp.train(bundle, out=out, batch_size=BATCH_SIZE, val_batches=0, **options)
-    return RunLog.load(out)
-
-
 @click.command(cls=Command)
 @click.option("--model", help="As mesp-export takes it.  [default: as make demo-real]")
 @click.option("--facts", default=30, show_default=True, help="Three of each person, at most 102.")
@@ -224,16 +215,20 @@ def main(
             add("nothing")
             add("all notes in the prompt", notes="all")
             add("the right note in the prompt", notes="own")
+        options: dict[str, Any] = {"seed": seed, "batch_size": BATCH_SIZE, "val_batches": 0}
         for way in ways:
-            run = learn(bundles[way], bundles[way].path.stem, steps=STEPS * facts, seed=seed)
+            out = OUT / "runs" / bundles[way].path.stem
+            run = learn(bundles[way], out, steps=STEPS * facts, **options)
             add(f"trained on {way}", run)
         for share in shares:
-            label, name = f"questions, {share:g} of the blocks", f"{bundle.path.stem}-{share:g}"
-            options: dict[str, Any] = {"seed": seed, "blocks_per_step": share}
-            same = learn(bundle, name, steps=STEPS * facts, **options)
+            label = f"questions, {share:g} of the blocks"
+            out = OUT / "runs" / f"{bundle.path.stem}-{share:g}"
+            options["blocks_per_step"] = share
+            same = learn(bundle, out, steps=STEPS * facts, **options)
             add(f"{label}, same steps", same)
             steps = round(run.last_step * run.end["seconds"] / same.end["seconds"])
-            add(f"{label}, same time", learn(bundle, f"{name}-long", steps=steps, **options))
+            long = learn(bundle, out.with_name(f"{out.name}-long"), steps=steps, **options)
+            add(f"{label}, same time", long)
         Console(width=200, highlight=False).print(make_table(found, facts))
     draw(found, OUT / "recall.png")
 

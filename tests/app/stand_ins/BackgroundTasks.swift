@@ -20,7 +20,6 @@ open class BGTaskRequest: NSObject {}
 public class BGProcessingTaskRequest: BGTaskRequest {
     public init(identifier: String) {}
     public var requiresExternalPower = false
-    public var requiresNetworkConnectivity = false
 }
 public class BGContinuedProcessingTaskRequest: BGTaskRequest {
     public init(identifier: String, title: String, subtitle: String) {}

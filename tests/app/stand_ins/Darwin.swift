@@ -132,6 +132,6 @@ extension URLRequest {
 
 // developer.apple.com/documentation/foundation/urlerror/networkunavailablereason-swift.property, …/networkunavailablereason-swift.enum
 extension URLError {
-    public enum NetworkUnavailableReason: Sendable { case cellular, expensive, constrained }
+    public enum NetworkUnavailableReason: Sendable { case expensive, constrained }
     public var networkUnavailableReason: NetworkUnavailableReason? { nil }
 }

@@ -98,7 +98,6 @@ extension App { @MainActor public static func main() {} }
     }
     public var projectedValue: Binding<V> { fatalError() }
 }
-extension State { public init() where V: ExpressibleByNilLiteral { fatalError() } }
 @propertyWrapper @dynamicMemberLookup public struct Binding<V> {
     public init(get: @escaping @isolated(any) @Sendable () -> V, set: @escaping @isolated(any) @Sendable (V) -> Void) {
         fatalError()
@@ -179,6 +178,7 @@ public struct Image: Prim { public init(systemName: String) {} }
 public struct Label<T: View, I: View>: Prim {
     public init(_ k: LocalizedStringKey, systemImage: String) where T == Text, I == Image {}
     @_disfavoredOverload public init<S: StringProtocol>(_ s: S, systemImage: String) where T == Text, I == Image {}
+    public init(@ViewBuilder title: () -> T, @ViewBuilder icon: () -> I) {}
 }
 
 // developer.apple.com/documentation/swiftui/button, …/buttonrole, …/tabview, …/navigationstack, …/navigationlink
@@ -197,25 +197,27 @@ public struct Button<L: View>: Prim {
 public struct TabView<C: View>: Prim {
     public init<S: Hashable>(selection: Binding<S>, @ViewBuilder content: () -> C) {}
 }
-public struct NavigationStack<C: View>: Prim { public init(@ViewBuilder root: () -> C) {} }
-public struct NavigationLink<C: View>: Prim { public init<V: Hashable>(value: V?, @ViewBuilder label: () -> C) {} }
-extension NavigationLink where C == Text {
-    public init<D: View>(_ k: LocalizedStringKey, @ViewBuilder destination: () -> D) {}
+public struct NavigationStack<C: View>: Prim {
+    public init(@ViewBuilder root: () -> C) {}
+    public init<D: MutableCollection & RandomAccessCollection & RangeReplaceableCollection>(
+        path: Binding<D>, @ViewBuilder root: () -> C
+    ) where D.Element: Hashable {}
+}
+public struct NavigationLink<C: View>: Prim {
+    public init<V: Hashable>(value: V?, @ViewBuilder label: () -> C) {}
+    public init<D: View>(_ k: LocalizedStringKey, @ViewBuilder destination: () -> D) where C == Text {}
 }
 
 // developer.apple.com/documentation/swiftui/form, …/list, …/section, …/foreach, …/dynamicviewcontent
 public struct Form<C: View>: Prim { public init(@ViewBuilder content: () -> C) {} }
 public struct List<C: View>: Prim { public init(@ViewBuilder content: () -> C) {} }
-public struct Section<P: View, C: View, F: View>: Prim {}
-extension Section where P == Text, F == EmptyView {
-    public init(_ k: LocalizedStringKey, @ViewBuilder content: () -> C) {}
-}
-extension Section where P == EmptyView, F == EmptyView { public init(@ViewBuilder content: () -> C) {} }
-extension Section where P == EmptyView { public init(@ViewBuilder content: () -> C, @ViewBuilder footer: () -> F) {} }
-extension Section {
+public struct Section<P: View, C: View, F: View>: Prim {
+    public init(_ k: LocalizedStringKey, @ViewBuilder content: () -> C) where P == Text, F == EmptyView {}
+    public init(@ViewBuilder content: () -> C) where P == EmptyView, F == EmptyView {}
+    public init(@ViewBuilder content: () -> C, @ViewBuilder footer: () -> F) where P == EmptyView {}
     public init(@ViewBuilder content: () -> C, @ViewBuilder header: () -> P, @ViewBuilder footer: () -> F) {}
 }
-public struct ForEach<D: RandomAccessCollection, ID: Hashable, C> { public init(x: Void) {} }
+public struct ForEach<D: RandomAccessCollection, ID: Hashable, C> {}
 public protocol DynamicViewContent: View {}
 extension ForEach: View where C: View { public var body: Never { fatalError() } }
 extension ForEach: DynamicViewContent where C: View {}
@@ -241,7 +243,14 @@ public struct TextField<L: View>: Prim {
     public init(_ k: LocalizedStringKey, text: Binding<String>, axis: Axis) where L == Text {}
     public init(_ k: LocalizedStringKey, text: Binding<String>) where L == Text {}
 }
-public enum Axis { case horizontal, vertical }
+public enum Axis {
+    case horizontal, vertical
+    public struct Set: OptionSet, Sendable {
+        public let rawValue: Int8
+        public init(rawValue: Int8) { self.rawValue = rawValue }
+        public static let horizontal = Set(rawValue: 1)
+    }
+}
 public struct TextEditor: Prim { public init(text: Binding<String>) {} }
 public struct LabeledContent<L: View, C: View>: Prim {
     public init<S: StringProtocol>(_ k: LocalizedStringKey, value: S) where L == Text, C == Text {}
@@ -253,6 +262,9 @@ public struct ProgressView<L: View>: Prim {
     public init<V: BinaryFloatingPoint>(_ k: LocalizedStringKey, value: V?, total: V = 1) where L == Text {}
     public init<V: BinaryFloatingPoint>(value: V?, total: V = 1) where L == EmptyView {}
     public init<V: BinaryFloatingPoint>(value: V?, total: V = 1, @ViewBuilder label: () -> L) {}
+    public init<V: BinaryFloatingPoint, W: View>(
+        value: V?, total: V = 1, @ViewBuilder label: () -> L, @ViewBuilder currentValueLabel: () -> W
+    ) {}
 }
 
 // developer.apple.com/documentation/swiftui/contentunavailableview, …/disclosuregroup, …/spacer, …/divider, …/hstack, …/vstack, …/grid, …/anylayout
@@ -302,8 +314,8 @@ public struct ShareLink<L: View>: Prim {
     public init<I: Transferable>(
         item: I, subject: Text? = nil, message: Text? = nil, preview: SharePreview, @ViewBuilder label: () -> L
     ) {}
+    public init(_ k: LocalizedStringKey, item: URL) where L == Text {}
 }
-extension ShareLink where L == Text { public init(_ k: LocalizedStringKey, item: URL) {} }
 
 // developer.apple.com/documentation/swiftui/color, …/shapestyle, …/shape, …/primitivebuttonstyle, …/progressviewstyle, …/labelstyle, …/toolbaritem
 public struct Color: Prim, ShapeStyle, Sendable { public static var primary: Color { fatalError() } }
@@ -326,6 +338,7 @@ extension PrimitiveButtonStyle where Self == BStyle {
     public static var bordered: BStyle { fatalError() }
     public static var borderedProminent: BStyle { fatalError() }
     public static var borderless: BStyle { fatalError() }
+    public static var plain: BStyle { fatalError() }
 }
 public protocol ProgressViewStyle {}
 public struct CircularProgressViewStyle: ProgressViewStyle {}
@@ -341,14 +354,15 @@ public struct KeyEquivalent: Sendable, ExpressibleByExtendedGraphemeClusterLiter
 public protocol LabelStyle {}
 public struct IconOnlyLabelStyle: LabelStyle {}
 extension LabelStyle where Self == IconOnlyLabelStyle { public static var iconOnly: IconOnlyLabelStyle { .init() } }
-public struct ToolbarItemPlacement { public static let cancellationAction = Self(), confirmationAction = Self() }
+public struct ToolbarItemPlacement {
+    public static let cancellationAction = Self(), confirmationAction = Self(), keyboard = Self()
+}
 public struct ToolbarItem<C: View>: Prim {
     public init(placement: ToolbarItemPlacement, @ViewBuilder content: () -> C) {}
 }
 public enum ScrollDismissesKeyboardMode { case interactively }
 public enum UIKeyboardType { case decimalPad }
 public enum TextAlignment { case trailing }
-public struct AccessibilityTraits { public static let isButton = AccessibilityTraits() }
 public struct AccessibilityChildBehavior { public static let combine = AccessibilityChildBehavior() }
 public enum Visibility { case visible }
 public struct TextInputAutocapitalization { public static var never: Self { .init() } }
@@ -372,64 +386,35 @@ public struct StrokeStyle { public init(lineWidth: CGFloat = 1, dash: [CGFloat] 
     }
     public var projectedValue: Binding { fatalError() }
 }
-extension View {
-    public func focused<V: Hashable>(_ b: FocusState<V>.Binding, equals: V) -> some View { self }
-    public func focused(_ c: FocusState<Bool>.Binding) -> some View { self }
-}
-// developer.apple.com/documentation/swiftui/label/init(title:icon:): iOS 14, macOS 11.
-extension Label { public init(@ViewBuilder title: () -> T, @ViewBuilder icon: () -> I) {} }
 // developer.apple.com/documentation/swiftui/menu/init(content:label:): iOS 14, macOS 11.
 public struct Menu<L: View, C: View>: Prim {
     public init(@ViewBuilder content: () -> C, @ViewBuilder label: () -> L) {}
 }
 // developer.apple.com/documentation/swiftui/viewthatfits: iOS 16, macOS 13.
 public struct ViewThatFits<C: View>: Prim { public init(in axes: Axis.Set, @ViewBuilder content: () -> C) {} }
-extension Axis {
-    public struct Set: OptionSet, Sendable {
-        public let rawValue: Int8
-        public init(rawValue: Int8) { self.rawValue = rawValue }
-        public static let horizontal = Set(rawValue: 1), vertical = Set(rawValue: 2)
-    }
-}
 // developer.apple.com/documentation/swiftui/toolbaritemgroup: iOS 14, macOS 11. …/toolbaritemplacement/keyboard: iOS 15, macOS 12.
 public struct ToolbarItemGroup<C: View>: Prim {
     public init(placement: ToolbarItemPlacement, @ViewBuilder content: () -> C) {}
 }
-extension ToolbarItemPlacement { public static let keyboard = Self() }
 // developer.apple.com/documentation/swiftui/view/safeareainset(edge:alignment:spacing:content:), …/shapestyle/bar: iOS 15, macOS 12.
 // …/view/controlsize(_:) with `large`: iOS 15, macOS 11.
 public enum VerticalEdge: Sendable { case top, bottom }
 public enum ControlSize: Sendable { case mini, small, regular, large }
 public struct BackgroundBar: ShapeStyle {}
 extension ShapeStyle where Self == BackgroundBar { public static var bar: BackgroundBar { .init() } }
+
+// developer.apple.com/documentation/swiftui/view-configuration, …/view-layout, …/view-input-and-events, …/view-presentation, …/view-accessibility
 extension View {
+    public func focused<V: Hashable>(_ b: FocusState<V>.Binding, equals: V) -> some View { self }
+    public func focused(_ c: FocusState<Bool>.Binding) -> some View { self }
     public func safeAreaInset<V: View>(
         edge: VerticalEdge, alignment: HorizontalAlignment = .center, spacing: CGFloat? = nil,
         @ViewBuilder content: () -> V
     ) -> some View { self }
     public func controlSize(_ c: ControlSize) -> some View { self }
-    // developer.apple.com/documentation/swiftui/view/contextmenu(menuitems:): iOS 13, macOS 10.15.
     public func contextMenu<M: View>(@ViewBuilder menuItems: () -> M) -> some View { self }
-    // developer.apple.com/documentation/swiftui/view/accessibilityhidden(_:): iOS 14, macOS 11.
     public func accessibilityHidden(_ h: Bool) -> some View { self }
-}
-// developer.apple.com/documentation/swiftui/navigationstack/init(path:root:): iOS 16, macOS 13.
-extension NavigationStack {
-    public init<D: MutableCollection & RandomAccessCollection & RangeReplaceableCollection>(
-        path: Binding<D>, @ViewBuilder root: () -> C
-    ) where D.Element: Hashable {}
-}
-// developer.apple.com/documentation/swiftui/progressview/init(value:total:label:currentvaluelabel:): iOS 14, macOS 11.
-extension ProgressView {
-    public init<V: BinaryFloatingPoint, W: View>(
-        value: V?, total: V = 1, @ViewBuilder label: () -> L, @ViewBuilder currentValueLabel: () -> W
-    ) {}
-}
-// developer.apple.com/documentation/swiftui/primitivebuttonstyle/plain: iOS 13, macOS 10.15.
-extension PrimitiveButtonStyle where Self == BStyle { public static var plain: BStyle { fatalError() } }
-
-// developer.apple.com/documentation/swiftui/view-configuration, …/view-layout, …/view-input-and-events, …/view-presentation, …/view-accessibility
-extension View {
+    public func modifier<M: ViewModifier>(_ m: M) -> some View { self }
     public func environment<T: AnyObject & Observable>(_ o: T?) -> some View { self }
     public func tabItem<V: View>(@ViewBuilder _ l: () -> V) -> some View { self }
     public func overlay<V: View>(alignment: Alignment = .center, @ViewBuilder content: () -> V) -> some View { self }
@@ -485,9 +470,7 @@ extension View {
     public func background<S: ShapeStyle>(_ s: S) -> some View { self }
     public func ignoresSafeArea() -> some View { self }
     public func contentShape<S: Shape>(_ s: S) -> some View { self }
-    public func onTapGesture(count: Int = 1, perform: @escaping () -> Void) -> some View { self }
     public func onAppear(perform: (() -> Void)? = nil) -> some View { self }
-    public func onDisappear(perform: (() -> Void)? = nil) -> some View { self }
     public func refreshable(action: @escaping @Sendable () async -> Void) -> some View { self }
     public func accessibilityLabel(_ k: LocalizedStringKey) -> some View { self }
     @_disfavoredOverload public func accessibilityLabel<S: StringProtocol>(_ s: S) -> some View { self }
@@ -495,8 +478,6 @@ extension View {
     public func accessibilityIdentifier(_ i: String) -> some View { self }
     public func accessibilityValue<S: StringProtocol>(_ k: S) -> some View { self }
     public func accessibilityElement(children: AccessibilityChildBehavior) -> some View { self }
-    public func accessibilityAddTraits(_ t: AccessibilityTraits) -> some View { self }
-    public func accessibilityAction(_ a: @escaping () -> Void) -> some View { self }
     public func gridColumnAlignment(_ a: HorizontalAlignment) -> some View { self }
 }
 extension DynamicViewContent {
@@ -518,4 +499,3 @@ public struct Modified: Prim {}
     typealias Content = Modified
     @ViewBuilder func body(content: Content) -> Body
 }
-extension View { public func modifier<M: ViewModifier>(_ m: M) -> some View { self } }

@@ -33,7 +33,7 @@ public struct ActivityConfiguration<Attributes: ActivityAttributes>: WidgetConfi
 
 // developer.apple.com/documentation/widgetkit/dynamicisland, …/dynamicislandexpandedregion
 public struct DynamicIslandExpandedRegionPosition: Sendable {
-    public static let center = Self(), bottom = Self(), leading = Self(), trailing = Self()
+    public static let center = Self(), bottom = Self()
 }
 public struct DynamicIslandExpandedRegion<C: View> {
     @MainActor public init(

@@ -11,8 +11,8 @@ from typing import Any
 from mesp.errors import MespError
 from mesp.runs.log import RunLog
 from studies.benchmarks.cells import Cell, Row
-from studies.benchmarks.processes import Tell, engine_program, run_program
-from studies.benchmarks.rows import engine_settings, peaks
+from studies.benchmarks.processes import Bench, engine_program, engine_settings, run_program
+from studies.benchmarks.rows import ROUNDS, peaks
 from studies.benchmarks.variants import Variant
 
 # Bits and group sizes.
@@ -24,30 +24,38 @@ HELD = 0.75
 JOIN = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
 
 
-def measure_bits(
-    cells: list[Cell], steps: int, rounds: int, work: Path, tell: Tell
-) -> Iterator[Row]:
+def bits_rows(bench: Bench) -> Iterator[Row]:
+    cells = bench.cells()
+    sizes = len(bench.options["seq_lens"]) * len(bench.options["ranks"])
+    of_model = sizes * len(bench.options["quantizations"])
+    for start in range(0, len(cells), of_model):
+        for size in range(sizes):
+            yield from measure_bits(bench, cells[start : start + of_model][size::sizes])
+
+
+def measure_bits(bench: Bench, cells: list[Cell]) -> Iterator[Row]:
     """Yields up to three rows for each cell: without offloading, with everything offloaded to disk,
     and with everything offloaded in a control group.
 
     The control group has less memory than the first quantization's weights take.
     """
     runs: dict[tuple[Cell, str], list[tuple[RunLog, float, int]]] = {}
-    for _ in range(rounds):
+    steps, engine = bench.steps, engine_program()
+    for _ in range(min(ROUNDS, steps)):
         held = 0
         for cell in cells:
             for offload in ("none", "all"):
-                name = str(Variant("mesp", offload=offload))
-                settings = engine_settings(cell, Variant("mesp", offload=offload))
-                settings |= {"steps": steps}
-                run = run_and_count([engine_program()], settings, work, tell)
-                runs.setdefault((cell, name), []).append(run)
+                variant = Variant("mesp", offload=offload)
+                settings = engine_settings(cell, variant) | {"steps": steps}
+                run = run_and_count(bench, cell, [engine], settings)
+                runs.setdefault((cell, str(variant)), []).append(run)
             held = held or int(HELD * run[0].plan["mapped_bytes"])
             if limit_file():
                 forget(cell.bundle)
                 with control_group(held) as members:
-                    run = run_and_count([*JOIN, members, engine_program()], settings, work, tell)
-                runs.setdefault((cell, f"{name}, {held / 1e6:.0f} MB of memory"), []).append(run)
+                    run = run_and_count(bench, cell, [*JOIN, members, engine], settings)
+                name = f"{variant}, {held / 1e6:.0f} MB of memory"
+                runs.setdefault((cell, name), []).append(run)
     first: dict[str, Row] = {}
     for (cell, name), each in runs.items():
         logs = [log for log, _, _ in each]
@@ -70,11 +78,11 @@ def measure_bits(
 
 
 def run_and_count(
-    command: list[str | Path], settings: dict[str, Any], work: Path, tell: Tell
+    bench: Bench, cell: Cell, command: list[str | Path], settings: dict[str, Any]
 ) -> tuple[RunLog, float, int]:
     """Returns its log, its processor time in seconds, and the bytes that it read from disks."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run = run_program(command, settings, work, tell)
+    run = run_program(command, settings, bench.work, bench.doing(cell, "fewer bits"))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return run, cpu, 512 * (after.ru_inblock - before.ru_inblock)

@@ -1,15 +1,21 @@
-"""Measures this process's memory with the standard library only."""
+"""Measures this process's memory and reports, with the standard library only."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 SAMPLED_EVERY = 0.002  # seconds between two samples
+
+
+def report(kind: str, **fields: Any) -> None:
+    print(json.dumps({"type": kind, **fields}), file=sys.__stdout__, flush=True)
 
 
 def footprint() -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -22,11 +23,11 @@ from mesp.bundle.reader import Bundle
 from mesp.errors import MespError
 from studies.benchmarks.cells import Cell, Row
 from studies.benchmarks.processes import (
-    TOOLS,
+    Bench,
     blas_threads,
     engine_program,
+    environment,
     find_openblas,
-    with_threads,
 )
 from studies.in_peft.inputs import first_adapters
 
@@ -99,15 +100,13 @@ class Writer:
 def running(
     command: list[str | Path], settings: dict[str, Any], work: Path, threads: int, preload: str = ""
 ) -> Iterator[Writer]:
-    paths = (str(TOOLS), os.environ.get("PYTHONPATH"))
-    environment = with_threads(threads) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    environment |= {"LD_PRELOAD": preload} if preload else {}
+    variables = environment(threads) | ({"LD_PRELOAD": preload} if preload else {})
     with TemporaryDirectory(prefix="run-", dir=work.resolve()) as folder:
         path = Path(folder, "settings.json")
         path.write_text(json.dumps(settings), encoding="utf-8")
         with subprocess.Popen(
             [*command, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, encoding="utf-8", env=environment,
+            stderr=subprocess.DEVNULL, encoding="utf-8", env=variables,
         ) as process:  # fmt: skip
             try:
                 yield Writer(process, is_engine=command[1] == "evaluate")
@@ -115,67 +114,76 @@ def running(
                 process.kill()
 
 
-def measure_generation(
-    cell: Cell, gguf: Path | None, llama: Path | None, tokens: int, threads: int | None, work: Path,
-    tell: Callable[[int], None],
-) -> Iterator[Row]:  # fmt: skip
-    """Yields rows for generation of `tokens` tokens after prompts of the cell's sequence length.
+def generation_rows(bench: Bench) -> Iterator[Row]:
+    cells, models = bench.cells(), bench.options["models"]
+    for (index, cell), threads in with_threads(bench, enumerate(cells)):
+        model = models[index * len(models) // len(cells)]
+        gguf = Path(model) if model.endswith(".gguf") else None
+        yield from measure_generation(bench, cell, gguf, threads)
+
+
+def adapters_rows(bench: Bench) -> Iterator[Row]:
+    for cell, threads in with_threads(bench, bench.cells()):
+        yield from measure_adapters(bench, cell, threads)
+
+
+def with_threads(bench: Bench, cells: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    return itertools.product(cells, bench.options["threads"] or (blas_threads(),))
+
+
+def measure_generation(bench: Bench, cell: Cell, gguf: Path | None, threads: int) -> Iterator[Row]:
+    """Yields rows for generation of a number of tokens after prompts of the cell's sequence length.
 
     One text is generated alone and, except with mlx-lm, eight in a batch. The programs alternate,
     so that a slow minute affects all of them.
     """
-    threads = threads or blas_threads()
-    bundle = str(cell.bundle.resolve())
-    texts = {"one": 1, "together": TOGETHER}
+    bundle, llama = str(cell.bundle.resolve()), bench.options["llama"]
     engine: list[str | Path] = [engine_program(), "evaluate"]
     python: list[str | Path] = [sys.executable, "-m", "studies.benchmarks.in_python.generation"]
     with ExitStack() as stack:
 
         def start(command: list[str | Path], settings: dict[str, Any], preload: str = "") -> Writer:
-            return stack.enter_context(running(command, settings, work, threads, preload))
+            return stack.enter_context(running(command, settings, bench.work, threads, preload))
 
         mesp = start(engine, {"bundle": bundle, "adapters": []})
         writers = {("mesp", 1): mesp, ("mesp", TOGETHER): mesp}
         writers[("mlx-lm", 1)] = start(python, {"bundle": bundle}, find_openblas() or "")
         if gguf and llama:
-            for at_once in texts.values():
+            for at_once in (1, TOGETHER):
                 settings = {"gguf": str(gguf.resolve()), "at_once": at_once, "threads": threads}
-                settings |= {"context": cell.seq_len + tokens + 8}
+                settings |= {"context": cell.seq_len + bench.steps + 8}
                 command = [llama.absolute(), "-m", "studies.in_llama.generate"]
                 writers[("llama.cpp", at_once)] = start(command, settings)
-        uses = _measure(cell, writers, tokens, tell)
+        uses = _measure(bench, cell, writers)
     alone: dict[str, float] = {}
     for (name, at_once), pairs in uses.items():
-        row = _row(cell, at_once, tokens, threads, pairs) | {"variant": name}
+        row = _row(cell, at_once, bench.steps, threads, pairs) | {"variant": name}
         alone.setdefault(name, row["decoded_per_second"])
         yield row | {"to_one": row["decoded_per_second"] / alone[name]}
 
 
-def measure_adapters(
-    cell: Cell, tokens: int, threads: int | None, work: Path, tell: Callable[[int], None]
-) -> Iterator[Row]:
+def measure_adapters(bench: Bench, cell: Cell, threads: int) -> Iterator[Row]:
     """Yields a row for the generation of one text with each number of adapters in ADAPTERS. The
     measurements alternate.
 
     All adapters have the engine's initial values for the cell's rank.
     """
-    threads = threads or blas_threads()
     bundle = str(cell.bundle.resolve())
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="adapters-", dir=work)))
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="adapters-", dir=bench.work)))
         write_adapters(folder, cell)
         each = {"folder": str(folder.resolve()), "weight": 1 / max(ADAPTERS)}
         writers = {
             (str(count), 1): stack.enter_context(
                 running(
                     [engine_program(), "evaluate"],
-                    {"bundle": bundle, "adapters": [each] * count}, work, threads,
+                    {"bundle": bundle, "adapters": [each] * count}, bench.work, threads,
                 )
             )
             for count in ADAPTERS
         }  # fmt: skip
-        uses = _measure(cell, writers, tokens, tell)
-    rows = {count: _row(cell, 1, tokens, threads, uses[str(count), 1]) for count in ADAPTERS}
+        uses = _measure(bench, cell, writers)
+    rows = {count: _row(cell, 1, bench.steps, threads, uses[str(count), 1]) for count in ADAPTERS}
     for count, row in rows.items():
         measured = row["footprint_peak_bytes"] - rows[0]["footprint_peak_bytes"]
         predicted = max(use.adapter_bytes for pair in uses[str(count), 1] for use in pair)
@@ -200,15 +208,15 @@ def write_adapters(folder: Path, cell: Cell) -> None:
 
 
 def _measure(
-    cell: Cell, writers: dict[tuple[str, int], Writer], tokens: int, tell: Callable[[int], None]
+    bench: Bench, cell: Cell, writers: dict[tuple[str, int], Writer]
 ) -> dict[tuple[str, int], list[tuple[Use, Use]]]:
     vocabulary = read_manifest(cell.bundle).architecture.vocab_size
-    random = np.random.default_rng(0)
+    random, tell = np.random.default_rng(0), bench.doing(cell, "writing")
     uses: dict[tuple[str, int], list[tuple[Use, Use]]] = {key: [] for key in writers}
     for index in range(ROUNDS + 1):  # The first round warms up.
         for (name, at_once), writer in writers.items():
             prompts = random.integers(vocabulary, size=(at_once, cell.seq_len)).tolist()
-            use = (writer.write(prompts, 1), writer.write(prompts, 1 + tokens))
+            use = (writer.write(prompts, 1), writer.write(prompts, 1 + bench.steps))
             if index:
                 uses[name, at_once].append(use)
         tell(index)

@@ -8,9 +8,9 @@ from mesp.errors import plain_os_errors
 from studies.benchmarks.cells import Row
 from studies.benchmarks.machine import host
 from studies.benchmarks.plot import check_plot, draw
-from studies.benchmarks.processes import engine_program
+from studies.benchmarks.processes import Bench, engine_program
 from studies.benchmarks.show import present
-from studies.benchmarks.tables import KINDS, RUNS, Bench, check_agreement
+from studies.benchmarks.tables import KINDS, RUNS, check_agreement
 
 
 def measure_table(

@@ -15,9 +15,9 @@ from studies.benchmarks.cells import Row
 from studies.benchmarks.columns import texts
 from studies.benchmarks.machine import host
 from studies.benchmarks.plot import check_plot, draw
-from studies.benchmarks.processes import engine_program
+from studies.benchmarks.processes import Bench, engine_program
 from studies.benchmarks.show import drawn, markdown
-from studies.benchmarks.tables import KINDS, RUNS, TABLES, Bench, largest_difference
+from studies.benchmarks.tables import KINDS, RUNS, TABLES, largest_difference
 
 LENGTH = 256  # the sequence length at which the paper compares methods
 PAGE = "paper.md"

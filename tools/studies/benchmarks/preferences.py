@@ -1,10 +1,10 @@
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -12,28 +12,29 @@ from mesp.bundle.manifest import read_manifest
 from mesp.data.records import CHOSEN, REJECTED
 from mesp.settings.train_settings import OBJECTIVES
 from studies.benchmarks.cells import Cell, Row
-from studies.benchmarks.processes import Tell, engine_program, run_program
-from studies.benchmarks.rows import engine_settings
-from studies.benchmarks.variants import Variant
+from studies.benchmarks.processes import Bench
 
 
-def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterator[Row]:
+def preferences_rows(bench: Bench) -> Iterator[Row]:
+    return itertools.chain.from_iterable(measure_objectives(bench, each) for each in bench.cells())
+
+
+def measure_objectives(bench: Bench, cell: Cell) -> Iterator[Row]:
     """Yields a row for supervised steps, and a row for each preference objective.
 
     DPO has a second row with block inputs on disk. Each run makes two passes over its pairs. In the
     second pass, objectives with a reference model reuse its log-likelihoods.
     """
-    supervised: Row = {}
+    steps, supervised = bench.steps, {}
     variants = [(objective, "", {}) for objective in (None, *OBJECTIVES)]
     variants.insert(2, ("dpo", ", inputs on disk", {"offload": "inputs"}))
-    for objective, kept, plan in variants:
-        data = write_pairs(cell, steps, work / f"{cell.bundle.stem}-pairs", objective is not None)
-        settings: dict[str, Any] = engine_settings(cell, Variant("mesp")) | {"data": str(data)}
-        settings |= {"steps": 2 * steps, "optimizer": "adamw8bit"}
+    folder = bench.work / f"{cell.bundle.stem}-pairs"
+    for objective, kept, settings in variants:
+        write_pairs(cell, steps, folder, objective is not None)
         settings |= {"objective": objective} if objective else {"max_grad_norm": 1.0}
         settings |= {"batch_size": 2} if objective == "kto" else {}
-        settings |= plan
-        run = run_program([engine_program()], settings, work, tell)
+        settings |= {"data": str(folder), "steps": 2 * steps, "optimizer": "adamw8bit"}
+        run = bench.run(cell, "preferences", **settings)
         # The first step maps the files into memory, so it is not counted.
         first, second = run.steps[1:steps], run.steps[steps:]
         seconds = median(step["seconds"] for step in second)
@@ -54,8 +55,8 @@ def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterat
         }
 
 
-def write_pairs(cell: Cell, count: int, folder: Path, labelled: bool) -> Path:
-    """Writes a data folder with `count` pairs of random answers, and returns its path.
+def write_pairs(cell: Cell, count: int, folder: Path, labelled: bool) -> None:
+    """Writes a data folder with `count` pairs of random answers.
 
     Each prompt with its answer fills a sequence, and half of it is the prompt. Without `labelled`,
     the answers are ordinary examples.
@@ -74,4 +75,3 @@ def write_pairs(cell: Cell, count: int, folder: Path, labelled: bool) -> Path:
     entry["examples"] = {"file": "examples.bin", "count": 2 * count}
     entry |= {"labels": "labels.bin"} if labelled else {}
     (folder / "data.json").write_text(json.dumps({"train": entry}), encoding="utf-8")
-    return folder

@@ -14,12 +14,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
 from mesp.runs.log import RunLog
 from mesp.settings.optimizer_defaults import PAPER
 from mesp.settings.train_settings import TrainSettings
-from studies.benchmarks.cells import Cell
+from studies.benchmarks.cells import Cell, find_cells
+from studies.benchmarks.variants import Variant
 
 SETTING = {"learning_rate": PAPER["learning_rate"]} | {
     each.name: each.default
@@ -49,38 +52,51 @@ def blas_threads() -> int:
     return int(os.environ.get(THREADS[0]) or min(8, cores))
 
 
-def with_threads(threads: int) -> dict[str, str]:
-    return os.environ | dict.fromkeys(THREADS, str(threads))
+def environment(threads: int) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(TOOLS), os.environ.get("PYTHONPATH"))))
+    return os.environ | dict.fromkeys(THREADS, str(threads)) | {"PYTHONPATH": path}
+
+
+class Bench:
+    def __init__(self, table: str, options: dict[str, Any], work: Path) -> None:
+        self.table, self.options, self.work = table, options, work
+        self.steps = options.get("steps")
+        self.layers = sorted(set(options.get("layers", ())))
+        self.status = Console(stderr=True).status("Exporting")
+
+    def cells(self, whole: bool = False) -> list[Cell]:
+        counts = self.layers if self.layers and not whole else [None]
+        return [cell for count in counts for cell in find_cells(self.options, count, self.work)]
+
+    def doing(self, cell: Cell, what: object) -> Tell:
+        text = f"{cell.model}, {cell.seq_len} tokens, {what}"
+        self.status.update(text)
+        return lambda step: self.status.update(f"{text}: step {step} of {self.steps}")
+
+    def run(self, cell: Cell, what: str, method: str = "mesp", **settings: Any) -> RunLog:
+        settings = engine_settings(cell, Variant(method)) | settings
+        return run_program([engine_program()], settings, self.work, self.doing(cell, what))
+
+
+def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
+    size = {"seq_len": cell.seq_len, "rank": cell.rank}
+    how = {"device": cell.device, "method": variant.method, "offload": variant.offload}
+    return {"bundle": str(cell.bundle.resolve()), **size, **how, "val_batches": 0, "save_every": 0}
 
 
 def run_python(
-    cell: Cell, settings: dict[str, Any], work: Path, tell: Tell, preload: bool = True,
-    threads: int | None = None,
+    bench: Bench, cell: Cell, what: object, settings: dict[str, Any], threads: int,
+    preload: bool = True,
 ) -> RunLog:  # fmt: skip
     """Runs `benchmarks.in_python` and returns its log. With `preload`, MLX uses the OpenBLAS that
     `find_openblas` finds, if any.
     """
     size = {"bundle": str(cell.bundle), "seq_len": cell.seq_len, "rank": cell.rank}
-    environment = ENVIRONMENT | with_threads(threads or blas_threads())
-    environment["LD_PRELOAD"] = (preload and find_openblas()) or ""
-    path = (str(TOOLS), os.environ.get("PYTHONPATH"))
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    settings = SETTING | size | {"steps": bench.steps} | settings
+    variables = ENVIRONMENT | environment(threads)
+    variables["LD_PRELOAD"] = (preload and find_openblas()) or ""
     command = [sys.executable, "-m", "studies.benchmarks.in_python"]
-    return run_program(command, SETTING | size | settings, work, tell, environment)
-
-
-def run_peft(
-    python: Path, settings: dict[str, Any], folder: Path, threads: int, tell: Tell
-) -> RunLog:
-    """Runs `in_peft.train` on the inputs in `folder`, and returns its log.
-
-    `python` is a Python with torch and peft.
-    """
-    environment = with_threads(threads) | {"PYTHONPATH": str(TOOLS)}
-    settings = settings | {"output": str(folder.resolve())}
-    # absolute() keeps symbolic links, by which Python finds its virtual environment.
-    command = [python.absolute(), "-m", "studies.in_peft.train"]
-    return run_program(command, settings, folder, tell, environment)
+    return run_program(command, settings, bench.work, bench.doing(cell, what), variables)
 
 
 def run_program(

@@ -21,14 +21,14 @@ from studies.benchmarks.cells import Cell, Row
 from studies.benchmarks.in_python.steps import windows
 from studies.benchmarks.processes import (
     SETTING,
-    Tell,
+    Bench,
     blas_threads,
     engine_program,
+    engine_settings,
+    environment,
     find_openblas,
-    run_peft,
     run_program,
     run_python,
-    with_threads,
 )
 from studies.benchmarks.variants import (
     ENGINE_METHODS,
@@ -40,6 +40,7 @@ from studies.benchmarks.variants import (
 from studies.in_peft.inputs import first_adapters, write_inputs
 
 SETTLED_AFTER = 10
+ROUNDS = 3
 
 PLANNED = ("offload", "kept_blocks", "tile_bytes", "mapped_bytes", "predicted_peak_bytes",
            "least_peak_bytes")  # fmt: skip
@@ -85,31 +86,30 @@ def new_row(cell: Cell, variant: Variant) -> Row:
     }
 
 
-def measure(
-    cell: Cell, variant: Variant, before: list[Row], steps: int, work: Path, peft: Path | None,
-    tell: Tell,
-) -> Row:  # fmt: skip
+def measure(bench: Bench, cell: Cell, variant: Variant, before: list[Row]) -> Row:
     """Measures some steps in a separate process and returns a row. A failed run's row has the
     error.
 
     `before` has the previous rows, which must include the same cell's MeBP row if the limit is
-    MeBP's peak. `peft` is a Python with PyTorch and PEFT.
+    MeBP's peak.
     """
     row = new_row(cell, variant)
+    threads = row["threads"]
     try:
         if variant.method in ENGINE_METHODS:
-            settings = planned(row, cell, variant, before) | {"steps": steps}
-            environment = with_threads(row["threads"])
-            run = run_program([engine_program()], settings, work, tell, environment)
+            settings = planned(row, cell, variant, before) | {"steps": bench.steps}
+            tell = bench.doing(cell, variant)
+            command = [engine_program()]
+            run = run_program(command, settings, bench.work, tell, environment(threads))
             row |= {name: run.plan[name] for name in PLANNED}
             row["written_bytes"] = median(step["written_bytes"] for step in run.steps)
         elif variant.method in PEFT_METHODS:
-            run = train_with_peft(cell, variant, steps, work, peft, tell)
+            run = train_with_peft(bench, cell, variant, threads)
             row |= {"blas": "PyTorch's", "baseline_bytes": run.start["baseline_bytes"]}
         else:
-            settings = PYTHON_METHODS[variant.method] | {"steps": steps}
+            settings = PYTHON_METHODS[variant.method]
             preload = settings.get("fast", True)
-            run = run_python(cell, settings, work, tell, preload, row["threads"])
+            run = run_python(bench, cell, variant, settings, threads, preload)
             row["blas"] = "OpenBLAS" if preload and find_openblas() else "MLX's"
             row |= {name: value for name, value in run.start.items() if name in row}
     except MespError as error:
@@ -129,16 +129,17 @@ def measure(
     }
 
 
-def train_with_peft(
-    cell: Cell, variant: Variant, steps: int, work: Path, python: Path, tell: Tell
-) -> RunLog:
+def train_with_peft(bench: Bench, cell: Cell, variant: Variant, threads: int) -> RunLog:
     bundle, (seed, rank) = Bundle(cell.bundle), (SETTING["seed"], cell.rank)
-    ids = np.stack([np.array(w) for w in windows(bundle, cell.seq_len, seed, steps)])
+    ids = np.stack([np.array(w) for w in windows(bundle, cell.seq_len, seed, bench.steps)])
     settings = SETTING | {"rank": rank, "dtype": cell.dtype} | PEFT_METHODS[variant.method]
-    with tempfile.TemporaryDirectory(prefix="peft-", dir=work.resolve()) as folder:
+    # absolute() keeps symbolic links, by which Python finds its virtual environment.
+    command = [bench.options["peft"].absolute(), "-m", "studies.in_peft.train"]
+    with tempfile.TemporaryDirectory(prefix="peft-", dir=bench.work.resolve()) as folder:
         write_inputs(Path(folder), bundle, first_adapters(bundle, rank, seed), ids)
-        threads = variant.threads or blas_threads()
-        return run_peft(python, settings, Path(folder), threads, tell)
+        settings |= {"output": folder}
+        tell = bench.doing(cell, variant)
+        return run_program(command, settings, Path(folder), tell, environment(threads))
 
 
 def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
@@ -195,12 +196,6 @@ def peaks(measured: float, plan: dict[str, Any]) -> Row:
         "predicted_peak_bytes": predicted,
         "prediction_error": predicted / measured - 1,
     }
-
-
-def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
-    size = {"seq_len": cell.seq_len, "rank": cell.rank}
-    how = {"device": cell.device, "method": variant.method, "offload": variant.offload}
-    return {"bundle": str(cell.bundle.resolve()), **size, **how, "val_batches": 0, "save_every": 0}
 
 
 def first(row: Row, rows: list[Row], method: str) -> Row:

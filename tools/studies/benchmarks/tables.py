@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import click
 import numpy as np
-from rich.console import Console
 
 from mesp import reference
 from mesp.bundle.data_files import replace_data
@@ -21,13 +20,13 @@ from mesp.engine.process import find_count
 from mesp.errors import MespError
 from mesp.settings.optimizer_defaults import choose_learning_rate, choose_optimizer
 from studies.benchmarks import paper
-from studies.benchmarks.bits import HELD, QUANTIZATIONS, measure_bits
-from studies.benchmarks.cells import Cell, Row, find_cells, without_functions
+from studies.benchmarks.bits import HELD, QUANTIZATIONS, bits_rows
+from studies.benchmarks.cells import Cell, Row, without_functions
 from studies.benchmarks.columns import SIZE, grouped
-from studies.benchmarks.generation import measure_adapters, measure_generation
-from studies.benchmarks.preferences import measure_objectives
-from studies.benchmarks.processes import Tell, engine_program, run_program, run_python
-from studies.benchmarks.rows import compare, engine_settings, extrapolate, measure, peaks
+from studies.benchmarks.generation import adapters_rows, generation_rows
+from studies.benchmarks.preferences import preferences_rows
+from studies.benchmarks.processes import Bench, blas_threads, engine_settings, run_python
+from studies.benchmarks.rows import ROUNDS, compare, extrapolate, measure, peaks
 from studies.benchmarks.variants import ENGINE_METHODS, PEFT_METHODS, Variant, find_variants
 
 SIZES = tuple(paper.PEAK_MB)
@@ -40,7 +39,6 @@ HYBRIDS = ("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "LFM2-350M", "LFM2-700M",
 # MeZO's noisy estimates would make its loss diverge at the exact methods' learning rate.
 CONVERGENCE_RATES = {"mesp": 0.1, "mebp": 0.1, "mezo": 1e-4}
 CONVERGENCE_REPORTS = 10
-ROUNDS = 3
 PARTS: dict[str, dict[str, Any]] = {
     "all": {},
     "q,v": {"projections": ["q", "v"]},
@@ -58,6 +56,7 @@ _SIZE = {"models": SIZES[:1], "seq_lens": (256,), "ranks": (paper.RANK,), "steps
 _RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits": ("auto",),
          "threads": (), "peft": None}  # fmt: skip
 _DEMO = {**_SIZE, "models": ("demo",)}
+_GPU = {"models": SIZES[:1], "ranks": (paper.RANK,), "device": "gpu"}
 
 RECORDS = 512
 
@@ -80,13 +79,8 @@ TABLES: dict[str, dict[str, Any]] = {
         "methods": ("mebp", "mesp", "mezo"),
         "limits": ("auto", "bar", "mebp", "all"),
     },
-    "gpu": {"models": SIZES[:1], "seq_lens": (256, 1024), "ranks": (paper.RANK,), "device": "gpu"},
-    "functions": {
-        "models": SIZES[:1],
-        "seq_lens": (64, 256),
-        "ranks": (paper.RANK,),
-        "device": "gpu",
-    },
+    "gpu": {**_GPU, "seq_lens": (256, 1024)},
+    "functions": {**_GPU, "seq_lens": (64, 256)},
     "h": {**_SIZE, "models": SIZES, "steps": 10},
     "mezo-quality": {**_DEMO, "layers": (), "steps": 10},
     "preferences": {**_SIZE, "layers": (), "steps": 4},
@@ -97,12 +91,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "generation": {**_SIZE, "seq_lens": (128,), "steps": 128, "threads": (), "llama": None},
     "adapters": {**_SIZE, "seq_lens": (128,), "steps": 128, "threads": ()},
     "bits": {**_SIZE, "layers": (), "steps": 5, "quantizations": QUANTIZATIONS},
-    "packing-gpu": {
-        "models": SIZES[:1],
-        "seq_lens": (64, 128, 256, 512),
-        "ranks": (paper.RANK,),
-        "device": "gpu",
-    },
+    "packing-gpu": {**_GPU, "seq_lens": (64, 128, 256, 512)},
     "convergence": {**_DEMO, "steps": 1000, "data": None, "learning_rate": None},
     "paper": {
         "models": SIZES[:1],
@@ -113,23 +102,6 @@ TABLES: dict[str, dict[str, Any]] = {
 }
 
 
-class Bench:
-    def __init__(self, table: str, options: dict[str, Any], work: Path) -> None:
-        self.table, self.options, self.work = table, options, work
-        self.steps = options.get("steps")
-        self.layers = sorted(set(options.get("layers", ())))
-        self.status = Console(stderr=True).status("Exporting")
-
-    def cells(self, whole: bool = False) -> list[Cell]:
-        counts = self.layers if self.layers and not whole else [None]
-        return [cell for count in counts for cell in find_cells(self.options, count, self.work)]
-
-    def doing(self, cell: Cell, what: object) -> Tell:
-        text = f"{cell.model}, {cell.seq_len} tokens, {what}"
-        self.status.update(text)
-        return lambda step: self.status.update(f"{text}: step {step} of {self.steps}")
-
-
 def run_rows(bench: Bench) -> Iterator[Row]:
     options, rows = bench.options, []
     names = ("methods", "limits", "offload", "threads")
@@ -137,8 +109,7 @@ def run_rows(bench: Bench) -> Iterator[Row]:
     if options["peft"] is None and PEFT_METHODS.keys() & {*options["methods"]}:
         raise MespError("torch-peft needs --peft, a Python with torch, peft and transformers.")
     for cell, variant in itertools.product(bench.cells(), variants):
-        tell = bench.doing(cell, variant)
-        rows.append(measure(cell, variant, rows, bench.steps, bench.work, options["peft"], tell))
+        rows.append(measure(bench, cell, variant, rows))
         compare(rows)
         yield rows[-1]
     whole = bench.cells(whole=True) if len(bench.layers) > 1 else []
@@ -175,9 +146,8 @@ def functions_rows(bench: Bench) -> Iterator[Row]:
 
 def python_rows(bench: Bench) -> Iterator[Row]:
     for cell in bench.cells():
-        settings = {"kind": bench.table, "steps": bench.steps}
-        run = run_python(cell, settings, bench.work, bench.doing(cell, bench.table))
-        for event in run.events:
+        settings = {"kind": bench.table}
+        for event in run_python(bench, cell, bench.table, settings, blas_threads()).events:
             del event["type"]
             yield {**cell.row(), **event}
 
@@ -185,13 +155,9 @@ def python_rows(bench: Bench) -> Iterator[Row]:
 def convergence_rows(bench: Bench) -> Iterator[Row]:
     for cell, method in itertools.product(bench.cells(), ENGINE_METHODS):
         rate = bench.options["learning_rate"] or CONVERGENCE_RATES[method]
-        settings = engine_settings(cell, Variant(method)) | {
-            "steps": bench.steps,
-            "learning_rate": rate,
-            "val_batches": VAL_BATCHES,
-            "eval_every": max(1, bench.steps // CONVERGENCE_REPORTS),
-        }
-        run = run_program([engine_program()], settings, bench.work, bench.doing(cell, method))
+        every = max(1, bench.steps // CONVERGENCE_REPORTS)
+        settings = {"steps": bench.steps, "val_batches": VAL_BATCHES, "eval_every": every}
+        run = bench.run(cell, method, method, learning_rate=rate, **settings)
         yield cell.row() | {
             "method": method,
             "variant": method,
@@ -214,12 +180,10 @@ def defaults_rows(bench: Bench) -> Iterator[Row]:
         runs = [(first, name) for name in updates] + [(cell, "default") for cell in others]
         for cell, name in runs:
             update = updates[name]
-            settings = engine_settings(cell, Variant("mesp")) | update
-            settings |= {"steps": bench.steps, "val_batches": VAL_BATCHES}
+            settings = update | {"steps": bench.steps, "val_batches": VAL_BATCHES}
             row = cell.row() | {"update": name, **update, "before": None, "after": None}
             try:
-                run = run_program([engine_program()], settings, bench.work, bench.doing(cell, name))
-                row["before"], row["after"] = run.held_out
+                row["before"], row["after"] = bench.run(cell, name, **settings).held_out
             except MespError as error:
                 if "not finite" not in error.message:
                     raise
@@ -251,17 +215,13 @@ def records_rows(bench: Bench) -> Iterator[Row]:
     Padded records have the bundle's longest length. Otherwise a record has the shortest length that
     holds it.
     """
-    lengths = sorted(set(bench.options["seq_lens"]))
-    for cell in bench.cells():
-        if cell.seq_len != lengths[-1]:
-            continue
+    lengths, longest = longest_cells(bench)
+    for cell in longest:
         padded = None
         for these in (lengths[-1:], lengths):
-            bundle = with_records(cell, these, like_gsm8k(cell.seq_len), bench.work)
-            settings = engine_settings(cell._replace(bundle=bundle), Variant("mesp"))
-            settings |= {"steps": bench.steps}
+            filled = with_records(cell, these, like_gsm8k(cell.seq_len), bench.work)
             what = f"records at {' or '.join(map(str, these))}"
-            run = run_program([engine_program()], settings, bench.work, bench.doing(cell, what))
+            run = bench.run(filled, what, steps=bench.steps)
             speed = len(run.steps) / sum(step["seconds"] for step in run.steps)
             padded = padded or speed
             peak = max(step["footprint_peak_bytes"] for step in run.steps)
@@ -281,18 +241,14 @@ def packing_rows(bench: Bench) -> Iterator[Row]:
     An unpacked record has the shortest length that holds it. Packed sequences have the longest
     length.
     """
-    lengths, sizes = sorted(set(bench.options["seq_lens"])), like_chat()
-    for cell in bench.cells():
-        if cell.seq_len != lengths[-1]:
-            continue
+    (lengths, longest), sizes = longest_cells(bench), like_chat()
+    for cell in longest:
         alone = None
         for these, pack in ((lengths[:-1], False), (lengths[-1:], True)):
-            bundle = with_records(cell, these, sizes, bench.work, pack)
-            settings = engine_settings(cell._replace(bundle=bundle), Variant("mesp"))
             steps = max(1, bench.steps * sizes.mean() // lengths[-1]) if pack else bench.steps
-            settings |= {"steps": int(steps), "seq_len": these[-1]}
             what = "packed records" if pack else "records one a step"
-            run = run_program([engine_program()], settings, bench.work, bench.doing(cell, what))
+            filled = with_records(cell, these, sizes, bench.work, pack)
+            run = bench.run(filled, what, steps=int(steps))
             counted = sum(step["tokens"] for step in run.steps)
             seconds = sum(step["seconds"] for step in run.steps)
             records = counted / (sizes - 2 * sizes // 5).mean()
@@ -308,7 +264,7 @@ def packing_rows(bench: Bench) -> Iterator[Row]:
 
 
 def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
-    *shorter, longest = sorted(set(bench.options["seq_lens"]))
+    (*shorter, longest), cells = longest_cells(bench)
     sizes = like_chat()
     # The sizes of the records that run unpacked at each length. A record may have one token more
     # than the length, because its last token is only a target.
@@ -318,15 +274,10 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
     together = len(sizes) / len(reference.pack(sizes.tolist(), longest))
 
     def counts(cell: Cell, sizes: np.ndarray, seq_len: int, pack: bool = False) -> Row:
-        bench.doing(cell, "counting")
-        bundle = with_records(cell, [seq_len], sizes, bench.work, pack)
-        settings = engine_settings(cell._replace(bundle=bundle), Variant("mesp"))
-        count = find_count(settings | {"seq_len": seq_len})
-        return {name: count[name] for name in COUNTED}
+        filled = with_records(cell, [seq_len], sizes, bench.work, pack)
+        return {name: value for name, value in count_step(bench, filled).items() if name in COUNTED}
 
-    for cell in bench.cells():
-        if cell.seq_len != longest:
-            continue
+    for cell in cells:
         # Records of the mean size represent all records of a length.
         each = {n: counts(cell, np.full(RECORDS, these.mean().round(), int), n)
                 for n, these in alone.items()}  # fmt: skip
@@ -348,6 +299,12 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
             yield row
 
 
+def longest_cells(bench: Bench) -> tuple[list[int], list[Cell]]:
+    """Returns the table's lengths, ascending, and the cells of the longest."""
+    lengths = sorted(set(bench.options["seq_lens"]))
+    return lengths, [cell for cell in bench.cells() if cell.seq_len == lengths[-1]]
+
+
 def like_chat() -> np.ndarray:
     """Returns random lengths of short chats: 40 to 120 tokens."""
     return np.random.default_rng(0).integers(40, 121, RECORDS)
@@ -361,9 +318,9 @@ def like_gsm8k(seq_len: int) -> np.ndarray:
 
 def with_records(
     cell: Cell, lengths: list[int], sizes: np.ndarray, work: Path, pack: bool = False
-) -> Path:
-    """Writes a copy of the cell's bundle with only these sequence lengths and with records of
-    random tokens, and returns its path.
+) -> Cell:
+    """Returns a cell of a copy of the cell's bundle, with only these sequence lengths, the last of
+    which is the cell's, and with records of random tokens.
 
     The first two fifths of a record are its prompt.
     """
@@ -380,43 +337,7 @@ def with_records(
     tokens = random.integers(vocab_size, size=len(mask), dtype=np.uint32)
     examples = np.stack([starts, sizes], axis=1).astype(np.uint32)
     replace_data(out, {"train": Split(tokens, examples, mask, pack=pack)})
-    return out
-
-
-def generation_rows(bench: Bench) -> Iterator[Row]:
-    cells, models = bench.cells(), bench.options["models"]
-    for index, cell in enumerate(cells):
-        model = models[index * len(models) // len(cells)]
-        gguf = Path(model) if model.endswith(".gguf") else None
-        for threads in bench.options["threads"] or (None,):
-            tell = bench.doing(cell, "writing")
-            yield from measure_generation(
-                cell, gguf, bench.options["llama"], bench.steps, threads, bench.work, tell
-            )
-
-
-def adapters_rows(bench: Bench) -> Iterator[Row]:
-    for cell in bench.cells():
-        for threads in bench.options["threads"] or (None,):
-            tell = bench.doing(cell, "writing with adapters")
-            yield from measure_adapters(cell, bench.steps, threads, bench.work, tell)
-
-
-def bits_rows(bench: Bench) -> Iterator[Row]:
-    cells, count = bench.cells(), len(bench.options["quantizations"])
-    each = len(bench.options["seq_lens"]) * len(bench.options["ranks"])
-    for start in range(0, len(cells), count * each):
-        for size in range(each):
-            these = cells[start : start + count * each][size::each]
-            tell = bench.doing(these[0], "fewer bits")
-            rounds = min(ROUNDS, bench.steps)
-            yield from measure_bits(these, bench.steps, rounds, bench.work, tell)
-
-
-def preferences_rows(bench: Bench) -> Iterator[Row]:
-    for cell in bench.cells():
-        tell = bench.doing(cell, "preferences")
-        yield from measure_objectives(cell, bench.steps, bench.work, tell)
+    return cell._replace(bundle=out, seq_len=lengths[-1])
 
 
 def parts_rows(bench: Bench) -> Iterator[Row]:
@@ -427,11 +348,9 @@ def parts_rows(bench: Bench) -> Iterator[Row]:
     for cell in bench.cells():
         runs: dict[str, list] = {name: [] for name in PARTS}
         for _, (name, part) in itertools.product(range(ROUNDS), PARTS.items()):
-            settings = engine_settings(cell, Variant("mesp")) | part
             turns = round(1 / part.get("blocks_per_step", 1))
-            settings |= {"steps": turns * bench.steps, "optimizer": choose_optimizer("mesp")}
-            tell = bench.doing(cell, f"training {name}")
-            runs[name].append(run_program([engine_program()], settings, bench.work, tell))
+            settings = part | {"steps": turns * bench.steps, "optimizer": choose_optimizer("mesp")}
+            runs[name].append(bench.run(cell, f"training {name}", **settings))
         for name, each in runs.items():
             peak = median(run.peak_bytes for run in each)
             turns = len(each[0].steps) // bench.steps

@@ -20,11 +20,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from studies.benchmarks.footprint import Peak, footprint
-
-
-def report(kind: str, **fields: Any) -> None:
-    print(json.dumps({"type": kind, **fields}), flush=True)
+from studies.benchmarks.footprint import Peak, footprint, report
 
 
 def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:

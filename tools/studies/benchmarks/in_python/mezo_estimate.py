@@ -7,7 +7,8 @@ import numpy as np
 
 from mesp import reference
 from mesp.bundle.reader import Bundle
-from studies.benchmarks.in_python.steps import report, windows
+from studies.benchmarks.footprint import report
+from studies.benchmarks.in_python.steps import windows
 
 # Number of exact steps before the comparison. They make B nonzero: while B = 0, A's gradient is
 # zero.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mesp.bundle.reader import Bundle
-from studies.benchmarks.in_python.steps import report
+from studies.benchmarks.footprint import report
 
 
 def products(bundle: Bundle, settings: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mesp import reference
 from mesp.bundle.reader import Bundle
-from studies.benchmarks.in_python.steps import report
+from studies.benchmarks.footprint import report
 
 
 def h(bundle: Bundle, settings: dict[str, Any]) -> None:

@@ -1,25 +1,18 @@
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mesp import reference
 from mesp.bundle.reader import Bundle
-from studies.benchmarks.footprint import Peak, footprint
+from studies.benchmarks.footprint import Peak, footprint, report
 
 # Seconds after which a run begins no further step. mlx-lm as shipped needs minutes for a step on a
 # CPU.
 PATIENCE = 120.0
-
-
-def report(kind: str, **fields: Any) -> None:
-    print(json.dumps({"type": kind, **fields}), file=sys.__stdout__, flush=True)
 
 
 class Steps:
