@@ -225,13 +225,8 @@ def ended(report: Report) -> Report:
     if report.get("end"):
         return report
     problem = report.get("problem") or "The process ended in this check."
-    skipped = {
-        "verdict": "skipped",
-        "sentence": "It was not reached.",
-        "measured": [],
-        "seconds": 0,
-    }
-    missing = [{"name": name, **skipped} for name in to_come(report)]
+    left = {"verdict": "skipped", "sentence": "It was not reached."}
+    missing = [{"name": name, **left, "measured": [], "seconds": 0} for name in to_come(report)]
     for first in missing[:1]:
         first |= {"verdict": "fail", "sentence": problem}
     end = {"verdict": "fail", "constants": {}, "seconds": 0}
