@@ -39,7 +39,6 @@ def records(output: Path, kind: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    find_engine()
     path = tmp_path_factory.mktemp("demo") / "demo.mesp"
     how = ("--quantize", "nearest", "--head-bits", 4)  # mlx-lm's quantization
     call("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN, *how)

@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io
 import json
 import math
-import os
 import re
 import shutil
 import struct
@@ -21,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.adapters import write_adapters, write_peft
+from helpers.commands import call
 from helpers.damage import changed, damaged, texts
-from helpers.exports import export
 from helpers.gguf_files import MODELS, write_gguf
 from helpers.models import FAMILIES, TEXT, TINY, random_tensors, write_model
 from mesp.adapters.load import read_adapters
@@ -70,10 +67,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fuzz")
     model = write_model(folder / "model", TINY)
     (folder / "text.txt").write_text(TEXT)
-    with contextlib.chdir(folder) if hasattr(contextlib, "chdir") else pytest.MonkeyPatch.context():
-        os.chdir(folder)
-        done = export("--model", model, "--data", "text.txt", "--seq-len", "8", "--out", "out.mesp")
-    assert done.exit_code == 0, done.output
+    data = ("--data", folder / "text.txt", "--seq-len", 8)
+    call("export", "--model", model, *data, "--out", folder / "out.mesp")
     return folder / "out.mesp"
 
 
@@ -97,19 +92,6 @@ def test_manifests(bundle: Path, copy: Path, data: st.DataObject):
         opened.embedding(), opened.block(0), opened.head()
         for split in manifest.data:
             opened.tokens(split), opened.examples(split), opened.mask(split)
-
-
-@pytest.mark.parametrize("name", ["/etc/passwd", "../out.mesp/embedding.bin", "link/00.bin", "l"])
-def test_no_path_leads_out_of_the_bundle(bundle: Path, tmp_path: Path, name: str):
-    copy = shutil.copytree(bundle, tmp_path / "out.mesp")
-    (copy / "link").symlink_to(bundle / "blocks")
-    (copy / "l").symlink_to("/etc/passwd")
-    manifest = json.loads((copy / "manifest.json").read_text())
-    size = (copy / name).stat().st_size
-    manifest["files"].append({"path": name, "size": size, "sha256": ""})
-    (copy / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(MespError, match="outside of it"):
-        read_manifest(copy)
 
 
 STEP = {"step": 1, "loss": 2.5, "seconds": 0.5, "tokens": 8, "time": "2026-01-01T00:00:00Z"}
@@ -394,11 +376,3 @@ def test_settings_of_runs(tmp_path: Path, data: st.DataObject):
     with contextlib.suppress(MespError):
         settings = prepare_training(None, tmp_path, True, False, {}).settings
         assert settings.warmup >= 0 and settings.steps >= 1
-
-
-def test_no_yaml_runs_code(tmp_path: Path):
-    path = tmp_path / "config.yaml"
-    path.write_text(f"!!python/object/apply:os.mkdir [{tmp_path / 'made'}]")
-    with pytest.raises(MespError):
-        read_config(click.Context(train, info_name="mesp-train"), None, path)
-    assert not (tmp_path / "made").exists()

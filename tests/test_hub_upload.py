@@ -3,6 +3,7 @@ import shutil
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -18,27 +19,19 @@ from mesp.hub_upload import card, upload
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> dict:
-    got = {}
-
-    def method(name: str, answer: object = None):
-        def call(_self, *arguments, **options):
-            got[name] = (arguments, options)
-            return answer
-
-        monkeypatch.setattr(HfApi, name, call)
-
-    method("create_repo", "https://huggingface.co/someone/demo-mesp")
-    method("upload_file")
-    method("upload_folder")
-    return got
+def hub(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    hub = Mock()
+    hub.create_repo.return_value = "https://huggingface.co/someone/demo-mesp"
+    for name in ("create_repo", "upload_file", "upload_folder"):
+        monkeypatch.setattr(HfApi, name, getattr(hub, name))
+    return hub
 
 
-def test_the_manifest_and_its_files_are_uploaded(hub: dict):
+def test_the_manifest_and_its_files_are_uploaded(hub: Mock):
     manifest = Bundle(DEMO_BUNDLE).manifest
     assert upload(DEMO_BUNDLE, manifest, "someone/demo-mesp").endswith("/someone/demo-mesp")
-    assert hub["create_repo"] == (("someone/demo-mesp",), {"exist_ok": True})
-    _, options = hub["upload_folder"]
+    hub.create_repo.assert_called_once_with("someone/demo-mesp", exist_ok=True)
+    options = hub.upload_folder.call_args.kwargs
     assert options["repo_id"] == "someone/demo-mesp" and options["folder_path"] == DEMO_BUNDLE
     files = {file.path for file in manifest.files}
     assert set(options["allow_patterns"]) == files | {"manifest.json"}
@@ -85,7 +78,7 @@ def test_the_card_has_a_licence_of_its_own_and_the_repository_of_a_gguf_file():
         (ModelName("m", None, "other", "own"), [], True),
     ],
 )
-def test_a_bundle_without_a_licence_is_not_uploaded(hub: dict, model, files, is_known):
+def test_a_bundle_without_a_licence_is_not_uploaded(hub: Mock, model, files, is_known):
     manifest = Bundle(DEMO_BUNDLE).manifest
     manifest = replace(manifest, model=model, files=tuple(File(f, 1, "") for f in files))
     if is_known:
@@ -93,15 +86,15 @@ def test_a_bundle_without_a_licence_is_not_uploaded(hub: dict, model, files, is_
         return
     with pytest.raises(MespError, match=r"put its LICENSE beside config\.json and export again"):
         upload(DEMO_BUNDLE, manifest, "a/b")
-    assert hub == {}
+    assert hub.mock_calls == []
 
 
-def test_an_export_that_cannot_be_uploaded_writes_nothing(hub: dict, tiny: Path, tmp_path: Path):
+def test_an_export_that_cannot_be_uploaded_writes_nothing(hub: Mock, tiny: Path, tmp_path: Path):
     model, out = shutil.copytree(tiny, tmp_path / "model"), tmp_path / "out.mesp"
     words = ("--model", model, "--seq-len", 8, "--out", out)
     said = refused(run("export", *words, "--upload", "a/b"))
     assert "model has no licence, so it is not uploaded" in said
-    assert not out.exists() and hub == {}
+    assert not out.exists() and hub.mock_calls == []
     call("export", *words)
     again = ("--from", out, "--out", tmp_path / "again.mesp", "--upload", "a/b")
     assert "has no licence" in refused(run("export", *again))
@@ -109,16 +102,10 @@ def test_an_export_that_cannot_be_uploaded_writes_nothing(hub: dict, tiny: Path,
     (model / "Notice").write_text("They made it.")
     (model / "LICENSE.txt").write_text("You may.")
     call("export", *words, "--overwrite", "--upload", "a/b")
-    assert {"Notice", "LICENSE.txt"} < set(hub["upload_folder"][1]["allow_patterns"])
-    deleted = hub["upload_folder"][1]["delete_patterns"]
+    options = hub.upload_folder.call_args.kwargs
+    assert {"Notice", "LICENSE.txt"} < set(options["allow_patterns"])
+    deleted = options["delete_patterns"]
     assert all(any(fnmatch(f, p) for p in deleted) for f in ("Notice", "LICENSE.txt"))
-
-
-def failing(error: Exception):
-    def call(*_arguments, **_options):
-        raise error
-
-    return call
 
 
 class Response:
@@ -136,16 +123,16 @@ class Response:
         (ConnectionError("gone"), "could not be uploaded to a/b: check the network and run"),
     ],
 )
-def test_what_the_hub_refuses_is_a_sentence(hub, monkeypatch, error, said):
-    monkeypatch.setattr(HfApi, "create_repo", failing(error))
+def test_what_the_hub_refuses_is_a_sentence(hub: Mock, error: Exception, said: str):
+    hub.create_repo.side_effect = error
     with pytest.raises(MespError, match=said):
         upload(DEMO_BUNDLE, Bundle(DEMO_BUNDLE).manifest, "a/b")
 
 
-def test_the_command_uploads_what_it_has_written(hub: dict, tmp_path: Path):
+def test_the_command_uploads_what_it_has_written(hub: Mock, tmp_path: Path):
     out = tmp_path / "demo.mesp"
     words = ["--from", DEMO_BUNDLE, "--out", out, "--upload", "someone/demo-mesp"]
     done = CliRunner().invoke(main, list(map(str, words)))
     assert done.exit_code == 0, done.output
     assert "https://huggingface.co/someone/demo-mesp" in done.output
-    assert hub["upload_folder"][1]["folder_path"] == out
+    assert hub.upload_folder.call_args.kwargs["folder_path"] == out

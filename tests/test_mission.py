@@ -1,7 +1,5 @@
 """Tests the whole path of a real model (`make test-slow`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing
@@ -20,7 +18,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from helpers.commands import HANG, call, command, succeeded, wait_for, without_privileges
+from helpers.commands import HANG, call, command, finish, succeeded, wait_for, without_privileges
 from helpers.models import TEXT, TINY, write_model
 from helpers.paths import ROOT
 from mesp.bundle.reader import Bundle
@@ -35,16 +33,15 @@ EVAL_EVERY = 4
 GREEDY = {"adapters": [], "temperature": 0.0, "top_p": 1.0, "seed": 0}
 
 
-def finish(line: list, **options: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [str(part) for part in line], capture_output=True, text=True, timeout=HANG, **options
-    )
-
-
 def refused(done: subprocess.CompletedProcess) -> str:
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert len(done.stderr.splitlines()) == 1, done.stderr
     return done.stderr.strip()
+
+
+def ended(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    _, errors = process.communicate(timeout=HANG)
+    return subprocess.CompletedProcess(process.args, process.returncode, "", errors)
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +108,8 @@ class Engine:
         return finish(self.line(), **options)
 
     def records(self) -> list[dict]:
-        if not (self.output / "metrics.jsonl").exists():
-            return []
-        lines = (self.output / "metrics.jsonl").read_text().split("\n")
+        log = self.output / "metrics.jsonl"
+        lines = log.read_text().split("\n") if log.exists() else []
         return [json.loads(line) for line in lines[:-1]]
 
     def losses(self) -> list[tuple]:
@@ -130,8 +126,10 @@ class Engine:
         with safe_open(path, "numpy") as file:
             return json.loads(file.metadata()["state"])["step"]
 
-    def wait_for_step(self, process: subprocess.Popen, step: int) -> None:
+    def start_to_step(self, step: int, **options: object) -> subprocess.Popen:
+        process = self.start(**options)
         wait_for(lambda: self.last_step() >= step, process, pause=0.002)
+        return process
 
 
 @pytest.fixture(scope="module")
@@ -254,8 +252,7 @@ def test_killed_collecting_leaves_whole_runs(whole: Engine, tmp_path: Path):
 
 def test_a_second_run_in_the_same_folder_is_refused(settings: dict, whole: Engine, tmp_path: Path):
     engine = Engine(tmp_path, settings, steps=100_000)
-    process = engine.start()
-    engine.wait_for_step(process, 1)
+    process = engine.start_to_step(1)
     before = (engine.output / "settings.json").exists()
     sentence = refused(engine.finish())
     assert f"Process {process.pid} on {os.uname().nodename} is writing" in sentence
@@ -291,11 +288,9 @@ def test_a_second_export_into_the_same_folder_is_refused(model: Path, tmp_path: 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_stops(settings: dict, whole: Engine, tmp_path: Path, number: int):
     engine = Engine(tmp_path, settings, save_every=0)
-    process = engine.start()
-    engine.wait_for_step(process, 2)
+    process = engine.start_to_step(2)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=HANG)
-    assert process.returncode == 0 and not errors
+    assert not succeeded(ended(process)).stderr
     assert engine.records()[-1]["reason"] in ("stopped", "finished")
     assert engine.finish().returncode == 0
     assert engine.losses() == whole.losses()
@@ -303,12 +298,10 @@ def test_a_signal_saves_and_stops(settings: dict, whole: Engine, tmp_path: Path,
 
 def test_a_run_whose_reader_is_gone_is_saved(settings: dict, whole: Engine, tmp_path: Path):
     engine = Engine(tmp_path, settings, save_every=0)
-    process = engine.start(stdout=subprocess.PIPE)
-    engine.wait_for_step(process, 2)
+    process = engine.start_to_step(2, stdout=subprocess.PIPE)
     process.stdout.close()
     process.stdout = None
-    _, errors = process.communicate(timeout=HANG)
-    assert process.returncode == 0 and not errors
+    assert not succeeded(ended(process)).stderr
     assert engine.finish().returncode == 0
     assert engine.losses() == whole.losses()
 
@@ -355,8 +348,8 @@ def test_a_command_that_is_ended_leaves_nothing(
     )
     wait_for(lambda: begun.exists() or list(out.iterdir()), started, pause=0.001)
     started.send_signal(number)
-    _, errors = started.communicate(timeout=HANG)
-    assert (started.returncode, errors) == (128 + number, "")
+    done = ended(started)
+    assert (done.returncode, done.stderr) == (128 + number, "")
     assert not list(out.iterdir()) and not list(temporary.iterdir())
     assert not begun.exists() or not Path("/proc", begun.read_text().strip()).exists()
 
@@ -373,8 +366,8 @@ def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_pa
         process.stdout.readline()
         time.sleep(0.003 * number)
         process.terminate()
-        _, errors = process.communicate(timeout=HANG)
-        assert (process.returncode, errors) == (0, b"")
+        done = ended(process)
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_clock_that_is_set_back_changes_no_run(
@@ -382,10 +375,9 @@ def test_a_clock_that_is_set_back_changes_no_run(
 ):
     begun = time.monotonic()
     engine = Engine(tmp_path, settings, save_every=1)
-    process = engine.start(env=clock_set_back)
-    engine.wait_for_step(process, 3)
+    process = engine.start_to_step(3, env=clock_set_back)
     process.terminate()
-    process.communicate(timeout=HANG)
+    ended(process)
     assert engine.finish(env=clock_set_back).returncode == 0
     assert engine.losses() == whole.losses()
     assert adapters(engine) == adapters(whole)
@@ -426,18 +418,14 @@ def test_a_full_disk_is_one_sentence(settings: dict, whole: Engine, tmp_path: Pa
     assert engine.losses() == whole.losses()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can limit a process that runs")
 def test_a_disk_that_becomes_full_leaves_the_last_state(
     settings: dict, whole: Engine, tmp_path: Path
 ):
     engine = Engine(tmp_path, settings, save_every=1)
-    process = engine.start()
-    engine.wait_for_step(process, 2)
-    if not hasattr(resource, "prlimit"):
-        process.kill()
-        pytest.skip("only Linux can limit a process that runs")
+    process = engine.start_to_step(2)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
-    _, errors = process.communicate(timeout=HANG)
-    assert process.returncode == 2 and len(errors.splitlines()) == 1, errors
+    refused(ended(process))
     assert engine.finish().returncode == 0
     assert engine.losses() == whole.losses()
 
@@ -494,22 +482,19 @@ def test_a_folder_that_is_read_only_is_one_sentence(
 
 @pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write anywhere")
 def test_a_bundle_that_is_read_only_is_used(bundle: Path, model: Path, tmp_path: Path):
-    copy = shutil.copytree(bundle, tmp_path / "closed" / "small.mesp")
-    call("train", copy, "--steps", 1, "--out", tmp_path / "closed" / "run")
-    adapters, data = tmp_path / "closed" / "run" / "adapters", tmp_path / "closed" / "d.jsonl"
+    closed = tmp_path / "closed"
+    copy = shutil.copytree(bundle, closed / "small.mesp")
+    call("train", copy, "--steps", 1, "--out", closed / "run")
+    adapters, data = closed / "run" / "adapters", closed / "d.jsonl"
     data.write_text(json.dumps({"text": TEXT}) + "\n")
-    for path in (tmp_path / "closed", *(tmp_path / "closed").rglob("*")):
+    for path in (closed, *closed.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
 
     def done(module: str, *options: object) -> subprocess.CompletedProcess:
-        closed = str(tmp_path / "closed")
-        return finish(
-            command(module, *options),
-            preexec_fn=without_privileges,
-            env=os.environ
-            | {"HOME": closed, "XDG_CACHE_HOME": closed, "HF_HOME": closed}
-            | {"MPLCONFIGDIR": str(tmp_path)},
-        )
+        homes = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "HF_HOME"), str(closed))
+        environment = os.environ | homes | {"MPLCONFIGDIR": str(tmp_path)}
+        line = command(module, *options)
+        return finish(line, preexec_fn=without_privileges, env=environment)
 
     out = tmp_path / "out"
     for options in (
@@ -526,19 +511,16 @@ def test_a_bundle_that_is_read_only_is_used(bundle: Path, model: Path, tmp_path:
     for options in (
         ("data", copy, "--data", data),
         ("train", "--resume", "--steps", 2, "--out", adapters.parent),
-        ("evaluate", copy, data, "--out", tmp_path / "closed" / "figures.json"),
-        ("fuse", copy, "--adapters", adapters, "--out", tmp_path / "closed" / "fused"),
+        ("evaluate", copy, data, "--out", closed / "figures.json"),
+        ("fuse", copy, "--adapters", adapters, "--out", closed / "fused"),
         ("export", *export_options(model, copy, 8, "--overwrite")),
-        ("report", adapters.parent, "--out", tmp_path / "closed" / "report.html"),
+        ("report", adapters.parent, "--out", closed / "report.html"),
     ):
         assert "annot" in refused(done(*options)), options
-    for path in (tmp_path / "closed", *(tmp_path / "closed").rglob("*")):
+    for path in (closed, *closed.rglob("*")):
         path.chmod(0o755)
-    assert sorted(each.name for each in (tmp_path / "closed").iterdir()) == [
-        "d.jsonl",
-        "run",
-        "small.mesp",
-    ]
+    left = sorted(each.name for each in closed.iterdir())
+    assert left == ["d.jsonl", "run", "small.mesp"]
 
 
 @pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may read anything")
@@ -574,11 +556,9 @@ def test_a_file_that_changes_in_use_is_one_sentence(
 ):
     copy = shutil.copytree(bundle, tmp_path / "copy.mesp")
     engine = Engine(tmp_path, settings, save_every=1, steps=100_000, bundle=str(copy))
-    process = engine.start()
-    engine.wait_for_step(process, 2)
+    process = engine.start_to_step(2)
     change(copy / file)
-    _, errors = process.communicate(timeout=HANG)
-    assert process.returncode == 2 and len(errors.splitlines()) == 1, errors
+    refused(ended(process))
     shutil.rmtree(copy)
     shutil.copytree(bundle, copy)
     engine.settings["steps"] = engine.last_step() + 1
@@ -587,12 +567,9 @@ def test_a_file_that_changes_in_use_is_one_sentence(
 
 def test_a_lost_page_is_one_sentence(settings: dict, tmp_path: Path):
     engine = Engine(tmp_path, settings, save_every=1, steps=100_000)
-    process = engine.start()
-    engine.wait_for_step(process, 2)
+    process = engine.start_to_step(2)
     process.send_signal(signal.SIGBUS)
-    _, errors = process.communicate(timeout=HANG)
-    assert process.returncode == 2 and len(errors.splitlines()) == 1, errors
-    assert "The last saved state is kept" in errors
+    assert "The last saved state is kept" in refused(ended(process))
     engine.settings["steps"] = engine.last_step() + 1
     assert engine.finish().returncode == 0
 
@@ -621,9 +598,8 @@ def test_a_hard_limit_is_kept_or_refused(settings: dict, large: Path, tmp_path: 
     predicted = json.loads(limited("free", 10**10, dry_run=True).stdout)["predicted_peak_bytes"]
     for limit in range(100_000_000, 10**9, 5_000_000):
         # Limits that are too small for the system's libraries give another message.
-        said = re.search(
-            r"allows this process (\d+) MB", limited("none", limit, dry_run=True).stderr
-        )
+        refusal = limited("none", limit, dry_run=True).stderr
+        said = re.search(r"allows this process (\d+) MB", refusal)
         if said and int(said[1]) > 0:
             reserved = limit - int(said[1]) * 1_000_000
             break

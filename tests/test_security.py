@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -19,9 +17,11 @@ import mlx_lm
 import numpy as np
 import pytest
 
+from helpers import commands
 from helpers.adapters import RANK, write_adapters
-from helpers.commands import HANG, call, command, run, succeeded, without_privileges
+from helpers.commands import call, command, finish, run, succeeded, without_privileges
 from helpers.models import TEXT, TINY, write_model
+from mesp.bundle.manifest import describe_files
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.files import read_json
@@ -50,8 +50,6 @@ def change(file: Path, **entries: object) -> None:
 
 
 def list_again(bundle: Path) -> None:
-    from mesp.bundle.manifest import describe_files
-
     listed = [asdict(each) for each in describe_files(bundle) if each.path != "manifest.json"]
     change(bundle / "manifest.json", files=listed)
 
@@ -63,11 +61,6 @@ def another_tokenizer(bundle: Path) -> Iterator[dict]:
     yield value
     file.write_text(json.dumps(value))
     list_again(bundle)
-
-
-def finish(line: list[object], **options: object) -> subprocess.CompletedProcess:
-    words = [str(each) for each in line]
-    return subprocess.run(words, capture_output=True, text=True, timeout=HANG, **options)
 
 
 def name_code(folder: Path, harm: Path) -> None:
@@ -195,10 +188,7 @@ def adapters(trained: Path, tmp_path: Path) -> Path:
 
 
 def refused(*arguments: object) -> str:
-    done = run(*arguments)
-    assert done.returncode == 2, done.stdout
-    assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+    return commands.refused(run(*arguments))
 
 
 def fuse(bundle: Path, adapters: Path) -> tuple[object, ...]:
@@ -278,11 +268,9 @@ def test_an_import_that_fails_is_a_sentence(bundle: Path, adapters: Path, tmp_pa
     (tmp_path / "mlx_lm.py").write_text("raise ValueError('not here\\nand not there')\n")
     asked = command("fuse", bundle, "--adapters", adapters, "--out", tmp_path / "fused")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = finish(asked, env=environment)
-    said = (
+    assert commands.refused(finish(asked, env=environment)) == (
         "mlx-lm cannot be imported (not here); install this package again, with its dependencies."
     )
-    assert (done.returncode, done.stderr) == (2, f"Error: {said}\n")
     assert not (tmp_path / "fused").exists()
 
 
@@ -305,7 +293,7 @@ def test_a_number_that_no_float_holds_is_refused(tmp_path: Path, number: str):
     text = json.dumps(json.loads((model / "config.json").read_text()) | {"unread": "W"})
     (model / "config.json").write_text(text.replace('"W"', number))
     said = refused("export", "--model", model, "--seq-len", 8, "--out", tmp_path / "a.mesp")
-    assert said == f"Error: {model / 'config.json'} cannot be read as a JSON object.\n"
+    assert said == f"{model / 'config.json'} cannot be read as a JSON object."
 
 
 @pytest.mark.parametrize("weight", ["1e-320", "1e-46", "1e39"])
@@ -315,13 +303,19 @@ def test_a_weight_that_the_engine_has_no_room_for_is_named(
     said = refused("generate", bundle, "--prompt", "a", "--adapters", adapters, "--weights", weight)
     is_high = weight == "1e39"
     rule = "; give numbers from 0 to 10." if is_high else ", which is 0 in float32; give 0."
-    assert said == f"Error: --weights has {float(weight):g}{rule}\n"
+    assert said == f"--weights has {float(weight):g}{rule}"
 
 
 def test_a_damaged_bundle_is_not_fused(bundle: Path, adapters: Path):
     weights = bundle / "blocks" / "00.bin"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     assert "00.bin is damaged" in refused(*fuse(bundle, adapters))
+
+
+def assert_names_no_code(folder: Path) -> None:
+    assert not list(folder.rglob("*.py"))
+    configs = [*folder.glob("*config.json")]
+    assert len(configs) >= 2 and not any("code" in each.read_text() for each in configs)
 
 
 def test_a_fused_model_holds_no_code(bundle: Path, adapters: Path, tmp_path: Path):
@@ -339,8 +333,7 @@ def test_a_fused_model_holds_no_code(bundle: Path, adapters: Path, tmp_path: Pat
         "LICENSE", "LICENSE.txt", "config.json", "generation_config.json", "model.safetensors",
         "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
-    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
-        assert "code" not in (fused / name).read_text()
+    assert_names_no_code(fused)
     mlx_lm.load(str(fused))
     assert not harm.exists()
 
@@ -352,9 +345,8 @@ def test_a_bundle_of_a_model_with_code_has_none(exported: Path, tmp_path: Path):
     (model / "LICENSE").write_text("")
     out = tmp_path / "out.mesp"
     call("export", "--model", model, "--seq-len", 8, "--rank", 2, "--out", out)
-    assert not list(out.rglob("*.py")) and (out / "LICENSE").exists()
-    for name in ("config.json", "tokenizer_config.json"):
-        assert "code" not in (out / name).read_text()
+    assert_names_no_code(out)
+    assert (out / "LICENSE").exists()
     (model / "merges.txt").symlink_to("/etc/passwd")
     arguments = ("--seq-len", 8, "--out", tmp_path / "other.mesp")
     assert "merges.txt is not a regular file" in refused("export", "--model", model, *arguments)
@@ -366,9 +358,7 @@ def test_a_bundle_written_again_names_no_code(bundle: Path, tmp_path: Path):
     out = tmp_path / "again.mesp"
     call("export", "--from", bundle, "--out", out)
     Bundle(out).verify()
-    assert not list(out.rglob("*.py"))
-    for name in ("config.json", "tokenizer_config.json"):
-        assert "code" not in (out / name).read_text()
+    assert_names_no_code(out)
     (bundle / "tokenizer_config.json").write_text("[]")
     list_again(bundle)
     arguments = ("--from", bundle, "--out", tmp_path / "other.mesp")
@@ -537,23 +527,31 @@ BAD_YAML = {
     + "steps: *z",
     "itself": "steps: &a [*a]",
     "large": " " * (5 << 20),
+    "code": "!!python/object/apply:os.mkdir [made]",
 }
 
 
 @pytest.mark.parametrize("what", BAD_YAML)
 def test_yaml_that_is_none_is_refused(tmp_path: Path, what: str):
     (tmp_path / "config.yaml").write_text(BAD_YAML[what])
-    said = refused("train", "--config", tmp_path / "config.yaml")
+    said = commands.refused(run("train", "--config", "config.yaml", cwd=tmp_path))
     assert "config.yaml" in said and "is not valid YAML" in said and len(said) < 300
+    assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("value", ["1", [1], {}, 1.5, True, -1])
-def test_settings_of_other_types_are_refused(bundle: Path, tmp_path: Path, value: object):
-    run_folder = tmp_path / "run"
-    options = ("--steps", 1, "--seq-len", 8, "--out", run_folder)
-    assert run("train", bundle, *options).returncode == 0
-    change(run_folder / "settings.json", warmup=value)
-    assert "is not the settings of a run" in refused("train", "--resume", "--out", run_folder)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("warmup", value) for value in ("1", [1], {}, 1.5, True, -1)),
+        *(("alpha", value) for value in (1e39, 10**400, 10**20, -(10**20))),
+    ],
+)
+def test_settings_of_other_types_are_refused(
+    bundle: Path, tmp_path: Path, name: str, value: object
+):
+    change(tmp_path / "settings.json", bundle=str(bundle), steps=2, seq_len=8, **{name: value})
+    (tmp_path / "metrics.jsonl").touch()
+    assert "is not the settings of a run" in refused("train", "--resume", "--out", tmp_path)
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=str)
@@ -619,24 +617,22 @@ def test_a_path_in_a_file_has_no_null_character(tmp_path: Path, name: str):
     assert "is not the settings of a run" in refused("train", "--resume", "--out", tmp_path)
 
 
-@pytest.mark.parametrize("value", [1e39, 10**400, 10**20, -(10**20)])
-def test_a_run_with_a_number_out_of_range_is_refused(bundle: Path, tmp_path: Path, value: float):
-    change(tmp_path / "settings.json", bundle=str(bundle), steps=2, seq_len=8, alpha=value)
-    (tmp_path / "metrics.jsonl").touch()
-    assert "is not the settings of a run" in refused("train", "--resume", "--out", tmp_path)
-
-
 @pytest.mark.parametrize(
     "path",
-    [5000 * "a", "/".join(2000 * "a"), "\ud800", "loop", "a\0b", "../out", "", "/etc/passwd"],
-    ids=["long", "deep", "half", "loop", "nul", "up", "empty", "root"],
+    [
+        *(5000 * "a", "/".join(2000 * "a"), "\ud800", "loop", "a\0b", "../out", "", "/etc/passwd"),
+        *("../adapters/adapters.safetensors", "link/adapters.safetensors", "password"),
+    ],
+    ids=["long", "deep", "half", "loop", "nul", "up", "empty", "root", "beside", "through", "link"],
 )
-def test_a_manifest_names_files_in_its_bundle(bundle: Path, path: str):
+def test_a_manifest_names_files_in_its_bundle(bundle: Path, adapters: Path, path: str):
     loop(bundle / "loop")
+    (bundle / "link").symlink_to(adapters)
+    (bundle / "password").symlink_to("/etc/passwd")
     files = json.loads((bundle / "manifest.json").read_text())["files"]
     change(bundle / "manifest.json", files=[*files, {"path": path, "size": 1, "sha256": ""}])
     said = refused("generate", bundle, "--prompt", "a")
-    assert "outside of it" in said or "cannot be read" in said
+    assert ("cannot be read" if path == "\ud800" else "outside of it") in said
     assert len(said) < 1000
 
 
@@ -645,9 +641,7 @@ def test_sentences_do_not_control_a_terminal(bundle: Path):
     missing = {"path": "a\x1b]0;b\x07", "size": 1, "sha256": ""}
     change(bundle / "manifest.json", files=[*files, missing])
     said = refused("generate", bundle, "--prompt", "a")
-    assert "is missing" in said and said.removesuffix("\n").isprintable()
-    change(bundle / "manifest.json", files=files, name="a\x1b]0;b\x07")
-    assert "is damaged" in refused("generate", bundle, "--prompt", "a")
+    assert "is missing" in said and said.isprintable()
 
 
 @pytest.mark.parametrize(
@@ -659,6 +653,9 @@ def test_sentences_do_not_control_a_terminal(bundle: Path):
         {"model": {"id": "a\nlicense: mit", "revision": "0", "license": None}},
         {"quantization": {"bits": 4, "group_size": 64, "mode": "\x1b[2J"}},
         {"data": {"\x1b[2J": {"file": "data/train.bin", "tokens": 1}}},
+        {"name": "a\x1b]0;b\x07"},
+        {"files": [{"path": "config.json", "size": 1}]},
+        *({"files": [{"path": "config.json", "size": 1, "sha256": x}]} for x in (None, 1, [])),
     ],
 )
 def test_a_manifest_says_of_its_model_what_can_be_shown(
@@ -667,16 +664,6 @@ def test_a_manifest_says_of_its_model_what_can_be_shown(
     change(bundle / "manifest.json", **entries)
     said = refused("export", "--from", bundle, "--out", tmp_path / "out.mesp")
     assert "manifest.json is damaged" in said
-
-
-@pytest.mark.parametrize("digest", [None, 1, [], "absent"])
-def test_a_manifest_has_the_digest_of_each_file(bundle: Path, adapters: Path, digest: object):
-    files = json.loads((bundle / "manifest.json").read_text())["files"]
-    files[0]["sha256"] = digest
-    if digest == "absent":
-        del files[0]["sha256"]
-    change(bundle / "manifest.json", files=files)
-    assert "manifest.json is damaged" in refused(*fuse(bundle, adapters))
 
 
 def test_a_log_that_is_a_pipe_is_not_waited_for(tmp_path: Path):

@@ -53,8 +53,6 @@ Memory limits, for MeSP:
   all     enough to keep everything        MB      that many
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

@@ -9,8 +9,6 @@ connected by a cable. The third makes an HTML page from a report. `--out` gets s
 self-check.html. With --neural-accelerator, some checks run again with TF32.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import sys

@@ -4,8 +4,6 @@
 a default has null. "=KEY" marks another name of KEY, which comes first if both are given.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

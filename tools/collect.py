@@ -9,8 +9,6 @@ A phone is read with Apple's `xcrun devicectl` (Xcode 15 or later, iOS 17 or lat
 Xcode with `pymobiledevice3`.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

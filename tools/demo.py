@@ -1,7 +1,5 @@
 """The program of `make demo`: teaches the demo model to turn requests into JSON."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

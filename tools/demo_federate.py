@@ -4,8 +4,6 @@ By default, each client has requests about one thing in a house, such as lights 
 held-out requests are about all six things.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -2,8 +2,6 @@
 entries.
 """
 
-from __future__ import annotations
-
 import time
 
 import click

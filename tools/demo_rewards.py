@@ -4,8 +4,6 @@
 The model sees no right answers.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

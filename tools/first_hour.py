@@ -8,8 +8,6 @@ machine, trains the bundles and compares their losses. On a phone, runs the app'
 fetches the logs of its runs. If a step fails, the file is still written, and the exit status is 1.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import shlex
@@ -31,6 +29,36 @@ OUT = TOOLS.parent / "build" / "first-hour"
 STEPS = 20
 # Losses on a GPU in bfloat16 and on a CPU in float32 should agree to about two digits.
 TOLERANCE = 0.05
+
+
+class Steps:
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.failed: list[str] = []
+
+    def say(self, text: str) -> None:
+        click.echo(text)
+        with open(self.log, "a", encoding="utf-8") as log:
+            log.write(text + "\n")
+
+    def program(self, name: str, *arguments: object) -> bool:
+        return self.run(Path(sys.executable).with_name(name), *arguments)
+
+    def tool(self, name: str, *arguments: object) -> None:
+        self.run(sys.executable, TOOLS / name, *arguments)
+
+    def run(self, *command: object) -> bool:
+        line = [str(part) for part in command]
+        shown = shlex.join(Path(part).name if Path(part).is_absolute() else part for part in line)
+        self.say(f"\n$ {shown}")
+        with subprocess.Popen(
+            line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        ) as process:
+            for printed in process.stdout or ():
+                self.say(printed.rstrip("\n"))
+        if process.returncode != 0:
+            self.failed.append(f"{shown} (exit code {process.returncode})")
+        return process.returncode == 0
 
 
 @click.command(cls=Command)
@@ -86,36 +114,6 @@ def measure_here(steps: Steps, out: Path, seconds: float) -> None:
         )
         if any(abs(a - b) > TOLERANCE for a, b in (first, last)):
             steps.failed.append("the losses differ from the CPU's")
-
-
-class Steps:
-    def __init__(self, log: Path) -> None:
-        self.log = log
-        self.failed: list[str] = []
-
-    def say(self, text: str) -> None:
-        click.echo(text)
-        with open(self.log, "a", encoding="utf-8") as log:
-            log.write(text + "\n")
-
-    def program(self, name: str, *arguments: object) -> bool:
-        return self.run(Path(sys.executable).with_name(name), *arguments)
-
-    def tool(self, name: str, *arguments: object) -> None:
-        self.run(sys.executable, TOOLS / name, *arguments)
-
-    def run(self, *command: object) -> bool:
-        line = [str(part) for part in command]
-        shown = shlex.join(Path(part).name if Path(part).is_absolute() else part for part in line)
-        self.say(f"\n$ {shown}")
-        with subprocess.Popen(
-            line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        ) as process:
-            for printed in process.stdout or ():
-                self.say(printed.rstrip("\n"))
-        if process.returncode != 0:
-            self.failed.append(f"{shown} (exit code {process.returncode})")
-        return process.returncode == 0
 
 
 def pack(out: Path, failed: list[str]) -> Path:

@@ -4,8 +4,6 @@ Exits with an error if training does not lower the loss, or if one of mlx-lm's l
 the trainer's by more than TOLERANCE.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

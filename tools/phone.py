@@ -4,8 +4,6 @@ devicectl needs Xcode 15 or later and iOS 17 or later. pymobiledevice3 is licens
 it is only run as a program.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -84,6 +82,15 @@ def has_devicectl() -> bool:
     return run(["xcrun", "--find", "devicectl"]).returncode == 0
 
 
+class DevicectlError(MespError):
+    def __init__(self, text: str, error: dict):
+        super().__init__(text)
+        self.everything = text + json.dumps(error)
+
+    def means(self, *signs: str) -> bool:
+        return any(sign in self.everything for sign in signs)
+
+
 class Devicectl:
     def __init__(self, device: str | None, app: str, otherwise: str):
         self.app = app
@@ -146,15 +153,6 @@ class Devicectl:
                 "shows which there are."
             )
         return MespError(f"The phone {self.name} cannot be {done}: {error.message}")
-
-
-class DevicectlError(MespError):
-    def __init__(self, text: str, error: dict):
-        super().__init__(text)
-        self.everything = text + json.dumps(error)
-
-    def means(self, *signs: str) -> bool:
-        return any(sign in self.everything for sign in signs)
 
 
 def devicectl(*arguments: str, behind: tuple[str, ...] = ()) -> dict:

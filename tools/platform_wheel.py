@@ -6,8 +6,6 @@ EXPECTED does not match, or a newer version of GLIBC's, GLIBCXX's or CXXABI's sy
 library needs.
 """
 
-from __future__ import annotations
-
 import logging
 import platform
 import re

@@ -3,8 +3,6 @@
 python tools/push.py qwen.mesp [--device ID]
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

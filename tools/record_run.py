@@ -3,8 +3,6 @@
 The log gets neither the machine's name nor the paths of folders.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from contextlib import suppress

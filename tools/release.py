@@ -8,8 +8,6 @@ packages of .ci/image.txt, with which the image runs, and what a wheel's engine 
 tag, the section must have a date.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

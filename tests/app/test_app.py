@@ -21,6 +21,7 @@ import phone
 from helpers.commands import succeeded
 from helpers.paths import ROOT
 from helpers.swift_package import PARTS, RESOURCES, TRAITS, sources, target_info, tool
+from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.runs.log import RunLog
 
@@ -38,7 +39,6 @@ STAND_INS = {
         "AppIntents",
     ),
 }
-STAND_INS["simulator"] = STAND_INS["iOS"]
 WIDGET = HOME / "Widget"
 SHARED = WIDGET / "RunAttributes.swift"
 UI_TESTS = HOME / "UITests"
@@ -210,7 +210,7 @@ def test_on_a_mac_the_sandbox_permits_what_the_app_does_and_no_more():
 
 def test_the_recorded_run_is_of_the_demo_and_names_no_machine():
     run = RunLog.load(HOME / "Recorded")
-    assert run.model == "demo" or run.model == "Demo", run.model
+    assert run.model in ("demo", "Demo")
     assert run.end["reason"] == "finished" and run.last_step >= 50
     assert run.settings["bundle"] == "Demo.mesp" and run.start["host"] == "recorded"
     text = (HOME / "Recorded" / "metrics.jsonl").read_text(encoding="utf-8")
@@ -248,8 +248,6 @@ def test_the_privacy_manifest_gives_a_reason_for_each_api_that_needs_one():
 
 
 def test_the_demo_bundle_that_comes_with_the_app_is_whole():
-    from mesp.bundle.reader import Bundle
-
     bundle = Bundle(HOME / "Demo.mesp")
     bundle.verify()
     assert {"train", "valid"} <= set(bundle.manifest.data)
@@ -308,9 +306,11 @@ class Compiler:
             text = source.read_text(encoding="utf-8")
             copy = folder / source.relative_to(source.anchor)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            text = re.sub(r"\b(?:os|targetEnvironment)\((\w+)\)", self.condition, text)
-            newest = r"\bcompiler\(>=[\d.]+\)|\bcanImport\(\w+, _version: \d+\)"
-            text = re.sub(newest, "true", text)
+            holds = (
+                rf"\bos\({self.system}\)|\bcompiler\(>=[\d.]+\)|\bcanImport\(\w+, _version: \d+\)"
+            )
+            text = re.sub(holds, "true", text)
+            text = re.sub(r"\b(?:os|targetEnvironment)\(\w+\)", "false", text)
             copy.write_text(text, encoding="utf-8")
             made.append(copy)
         return made
@@ -323,10 +323,6 @@ class Compiler:
         return subprocess.run(
             [str(part) for part in (*line, *self.options, *others)], capture_output=True, text=True
         )
-
-    def condition(self, match: re.Match) -> str:
-        holds = {"iOS", "simulator"} if self.system == "simulator" else {self.system}
-        return "true" if match[1] in holds else "false"
 
     def compile_stand_ins(self) -> None:
         for name in STAND_INS[self.system]:
@@ -353,6 +349,10 @@ FAULTS = {
 }
 
 
+def assert_no_warning(done: subprocess.CompletedProcess) -> None:
+    assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "darwin", reason="Xcode compiles the app itself")
 @pytest.mark.parametrize("system", ["macOS", "iOS"])
@@ -360,8 +360,7 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
     compiler = Compiler(system, tmp_path)
 
     def compile(name: str, *sources: Path) -> str:
-        done = compiler.compile(name, *sources)
-        assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
+        assert_no_warning(compiler.compile(name, *sources))
         return (tmp_path / f"{name}.sil").read_text(encoding="utf-8")
 
     compiler.compile_stand_ins()
@@ -373,15 +372,17 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
     else:
         views = modules.pop("MeSPTrainer")  # SwiftPM does not compile the app
         for name, sources in modules.items():
-            done = compiler.compile_what_differs(name, *sources)
-            assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
+            assert_no_warning(compiler.compile_what_differs(name, *sources))
         compile("MeSPTrainer", *views)
-    pages = {f"{article.stem}Example": article for article in ARTICLES}
-    pages["BesideMLXSwiftLM"] = ROOT / "docs" / "mlx-swift-lm.md"
-    assert len(pages) == 4 and len(swift_blocks(pages["BesideMLXSwiftLM"])) == 4
-    for name, page in pages.items():
-        compile(name, swift_example(tmp_path / f"{name}.swift", page))
-    compile("Landing", short_example(tmp_path / "Landing.swift", CATALOGUE / "MeSP.md"))
+    examples = {f"{article.stem}Example": swift_blocks(article) for article in ARTICLES}
+    examples["BesideMLXSwiftLM"] = swift_blocks(ROOT / "docs" / "mlx-swift-lm.md")
+    assert len(examples) == len(examples["BesideMLXSwiftLM"]) == 4
+    short = swift_blocks(CATALOGUE / "MeSP.md")[0].replace("import MeSP\n", "")
+    examples["Landing"] = [GIVEN, short, "} }"]
+    for name, blocks in examples.items():
+        source = tmp_path / f"{name}.swift"
+        source.write_text("\n".join(blocks), encoding="utf-8")
+        compile(name, source)
     compile("tutor", *sorted((HOME / "Example").glob("*.swift")))
     if system == "macOS":
         sil = compile("engine", *sorted((HOME / "Engine").glob("*.swift")))
@@ -400,8 +401,7 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
 def test_the_ui_test_compiles(tmp_path: Path):
     compiler = Compiler("iOS", tmp_path)
     succeeded(compiler.compile("XCTest", HERE / "stand_ins" / "XCTest.swift", version=5))
-    done = compiler.compile("MeSPTrainerUITests", *UI_TESTS.glob("*.swift"))
-    assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
+    assert_no_warning(compiler.compile("MeSPTrainerUITests", *UI_TESTS.glob("*.swift")))
 
 
 CATALOGUE = HOME / "MeSP" / "MeSP.docc"
@@ -414,11 +414,6 @@ def swift_blocks(page: Path) -> list[str]:
     blocks = re.findall(r"```swift\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
     assert blocks, page.name
     return blocks
-
-
-def swift_example(source: Path, page: Path) -> Path:
-    source.write_text("\n".join(swift_blocks(page)), encoding="utf-8")
-    return source
 
 
 GIVEN = """import Foundation
@@ -437,12 +432,6 @@ import MeSP
 
     func run() async throws {
 """
-
-
-def short_example(source: Path, page: Path) -> Path:
-    lines = [line for line in swift_blocks(page)[0].splitlines() if line != "import MeSP"]
-    source.write_text("\n".join([GIVEN, *lines, "} }"]), encoding="utf-8")
-    return source
 
 
 def test_the_examples_that_swift_tests_run_are_those_of_the_articles():

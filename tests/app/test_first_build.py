@@ -74,10 +74,7 @@ def pins() -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def releases(pins: dict[str, dict]) -> dict[str, dict]:
-    found = {}
-    for name, pin in pins.items():
-        found[name] = PACKAGES[name]["releases"][pin["state"]["version"]]
-    return found
+    return {name: PACKAGES[name]["releases"][pin["state"]["version"]] for name, pin in pins.items()}
 
 
 def test_every_pin_is_the_commit_of_its_release(pins: dict, releases: dict):

@@ -158,32 +158,6 @@ def test_documents_state_the_figures_that_were_measured(measured: dict[str, Any]
             assert stated in text, f"{page} lacks {stated!r} of docs/measurements.json"
 
 
-def test_each_figure_has_its_source():
-    has = {"name", "value", "unit", "command", "stated"}
-    measured = {"processor", "threads", "date", "version"}
-    may_have = {"extrapolated", "conditions"}
-    assert [
-        entry["name"]
-        for entry in MEASUREMENTS
-        if set(entry) - may_have != has | measured or not entry["stated"]
-    ] == []
-
-
-def test_performance_compares_every_figure_of_the_paper():
-    paper = json.loads((HOME / "AppModel" / "paper.json").read_text(encoding="utf-8"))
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    section = text.split("\n## The paper's figures\n")[1].split("\n## ")[0]
-
-    def numbers(value: object) -> Iterator[float]:
-        if isinstance(value, dict):
-            yield from (number for each in value.values() for number in numbers(each))
-        elif isinstance(value, (int, float)):
-            yield value
-
-    stated = set(re.findall(r"\d+(?:\.\d+)?", section))
-    assert [number for number in numbers(paper) if str(number) not in stated] == []
-
-
 def test_the_first_page_has_the_code_of_the_librarys_page():
     """tests/app compiles the code of the library's page."""
     first, landing = (

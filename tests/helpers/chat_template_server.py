@@ -7,8 +7,6 @@ each answer, or the reason of a refusal and the columns and keys that nothing re
 of the current case answers all other requests.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

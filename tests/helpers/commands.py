@@ -3,7 +3,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 
@@ -35,6 +35,11 @@ def succeeded(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
 
 # Seconds after which a process is taken for one that hangs. A busy machine takes far less.
 HANG = 900
+
+
+def finish(line: Iterable[object], **options: object) -> subprocess.CompletedProcess:
+    words = [str(each) for each in line]
+    return subprocess.run(words, capture_output=True, text=True, timeout=HANG, **options)
 
 
 def wait_for(

@@ -7,8 +7,6 @@ model" if transformers refuses the configuration too, or the fields of the manif
 that differ from those of the unchanged configuration.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import mlx.core as mx
 
 TOLERANCE = 1e-5

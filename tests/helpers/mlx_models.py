@@ -1,7 +1,5 @@
 """Tiny checkpoints in MLX's format, as on mlx-community."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +48,7 @@ class Oracle:
     sequences: list[list[tuple[mx.array, mx.array]]]
 
     @classmethod
-    def of(cls, path: Path, seq_len: int = SEQ_LEN) -> Oracle:
+    def of(cls, path: Path, seq_len: int = SEQ_LEN) -> "Oracle":
         bundle = Bundle(path)
         tokens = bundle.tokens("train").astype(np.int64)
         windows = range(0, len(tokens) - seq_len, seq_len)

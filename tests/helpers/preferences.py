@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import mlx.core as mx
 import mlx.nn as nn
 

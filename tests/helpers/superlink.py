@@ -1,7 +1,5 @@
 """A fake of Flower's SuperLink with the Fleet protocol over HTTP."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -72,7 +70,7 @@ class SuperLink:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def __enter__(self) -> SuperLink:
+    def __enter__(self) -> "SuperLink":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,5 +1,4 @@
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,22 +10,17 @@ import pytest
 from bench import main
 from helpers.commands import call, invoke, refused, succeeded
 from helpers.models import TEXT, TINY, write_model
-from helpers.paths import FAKE_ENGINE
-from mesp.engine.build import CHECKOUT, built_program
 from studies.benchmarks import bits, paper_page, tables
 
-ENGINE = Path(os.environ.get("MESP_ENGINE") or built_program(CHECKOUT))
-ENVIRONMENT = {"MESP_ENGINE": str(ENGINE if ENGINE.exists() else FAKE_ENGINE)}
-ENVIRONMENT |= {"OPENBLAS_NUM_THREADS": "1"}
 # Upper bounds on a step's evals and kernels on a phone's GPU, by sequence length. Lower them if a
 # change lowers the counts.
 MOST_EVALS = {256: 138, 1024: 138}
 MOST_KERNELS = {256: 2803, 1024: 6626}
-needs_engine = pytest.mark.skipif(not ENGINE.exists(), reason="mesp-engine has not been built")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="a ledger is recorded on Linux only")
 
 
 def bench(*arguments: object) -> subprocess.CompletedProcess:
-    return invoke(main, "bench.py", *arguments, env=ENVIRONMENT)
+    return invoke(main, "bench.py", *arguments, env={"OPENBLAS_NUM_THREADS": "1"})
 
 
 def measured(folder: Path, *arguments: object) -> list[dict]:
@@ -45,7 +39,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@needs_engine
 def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
     methods = "mesp,mebp,mezo,mesp-paper,mesp-store-h,mlx-lm-checkpoint-fast"
     size = ("--model", model, "--seq-len", 16, "--steps", 2, "--work", tmp_path / "work")
@@ -86,7 +79,6 @@ def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
     assert [cells(line)[4] for line in lines[: len(rows)]] == list(rows)
 
 
-@needs_engine
 def test_the_products_alone_are_measured_by_threads(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--steps", 2)
     methods = ("--methods", "mesp,products,products-recomputed", "--threads", "1,2")
@@ -108,7 +100,6 @@ def test_the_products_alone_are_measured_by_threads(model: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-@needs_engine
 def test_generation_is_measured_alone_and_together(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 8, "--steps", 4)
     rows = measured(tmp_path, "--table", "generation", *size)
@@ -121,7 +112,6 @@ def test_generation_is_measured_alone_and_together(model: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-@needs_engine
 def test_generation_is_measured_with_adapters(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 8, "--steps", 4)
     rows = measured(tmp_path, "--table", "adapters", *size)
@@ -132,7 +122,6 @@ def test_generation_is_measured_with_adapters(model: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-@needs_engine
 def test_weights_of_few_bits_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bits, "GROUPS", tmp_path)
     model = write_model(tmp_path / "tiny", TINY | {"intermediate_size": 1024})
@@ -147,7 +136,6 @@ def test_weights_of_few_bits_are_measured(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@needs_engine
 def test_the_whole_model_is_extrapolated(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--layers", "1,2")
     options = ("--methods", "mesp", "--steps", 1, "--plot", tmp_path / "rows.png")
@@ -160,7 +148,6 @@ def test_the_whole_model_is_extrapolated(model: Path, tmp_path: Path):
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
-@needs_engine
 def test_a_run_that_fails_leaves_the_others(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--steps", 1, "--work", tmp_path / "work")
     done = bench(*size, "--methods", "mesp", "--memory-limit", "0.1,auto,bar")
@@ -173,8 +160,7 @@ def test_a_run_that_fails_leaves_the_others(model: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-@needs_engine
-@pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
+@on_linux
 def test_what_block_functions_bring(tmp_path: Path):
     rows = measured(tmp_path, "--table", "functions", "--model", "demo", "--seq-len", 256)
     assert [row["forward_pass"] for row in rows] == ["functions", "formulas", "dropout", "dora"]
@@ -184,8 +170,7 @@ def test_what_block_functions_bring(tmp_path: Path):
 
 
 @pytest.mark.slow
-@needs_engine
-@pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
+@on_linux
 def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
     size = ("--model", "demo", "--work", tmp_path, "--json", tmp_path / "rows.json")
     done = succeeded(bench("--table", "gpu", *size))
@@ -216,7 +201,6 @@ def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
     assert "Measured" not in done.stdout
 
 
-@needs_engine
 def test_records_at_their_own_length_are_compared_with_padded_ones(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", "16,64", "--steps", 6)
     padded, short = measured(tmp_path, "--table", "records", *size)
@@ -229,7 +213,6 @@ def test_records_at_their_own_length_are_compared_with_padded_ones(model: Path, 
     assert short["predicted_peak_bytes"] == padded["predicted_peak_bytes"]
 
 
-@needs_engine
 def test_packed_records_are_compared_with_one_a_step(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", "64,128,512", "--steps", 12)
     alone, packed = measured(tmp_path, "--table", "packing", *size)
@@ -240,8 +223,7 @@ def test_packed_records_are_compared_with_one_a_step(model: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-@needs_engine
-@pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
+@on_linux
 def test_packed_records_are_counted_against_one_a_step(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", "64,128,512")
     alone, packed = measured(tmp_path, "--table", "packing-gpu", *size)
@@ -275,7 +257,6 @@ def few_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@needs_engine
 @pytest.mark.usefixtures("few_held_out")
 def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
     size = ("--seq-len", 32, "--steps", 2)
@@ -294,7 +275,6 @@ def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
 
 
 @pytest.mark.slow
-@needs_engine
 def test_objectives_beside_supervised_steps(tmp_path: Path):
     size = ("--model", "demo", "--seq-len", 32, "--steps", 2)
     supervised, *others = measured(tmp_path, "--table", "preferences", *size)
@@ -307,7 +287,6 @@ def test_objectives_beside_supervised_steps(tmp_path: Path):
 
 
 @pytest.mark.slow
-@needs_engine
 def test_parts_of_the_adapters_take_less(model: Path, tmp_path: Path):
     rows = measured(tmp_path, "--table", "parts", "--model", model, "--seq-len", 16)
     rows = {row["trained"]: row for row in rows}
@@ -318,7 +297,6 @@ def test_parts_of_the_adapters_take_less(model: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-@needs_engine
 @pytest.mark.usefixtures("few_held_out")
 def test_convergence(tmp_path: Path):
     size = ("--seq-len", 32, "--steps", 1, "--work", tmp_path, "--json", tmp_path / "losses.json")
@@ -332,7 +310,6 @@ def test_convergence(tmp_path: Path):
 
 
 @pytest.mark.slow
-@needs_engine
 @pytest.mark.usefixtures("few_held_out", "stores_bfloat16")
 def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
     text, bundle = tmp_path / "text.txt", tmp_path / "own.mesp"
@@ -352,7 +329,6 @@ def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-@needs_engine
 @pytest.mark.usefixtures("few_held_out")
 def test_the_papers_exhibits_are_one_page(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ from helpers.commands import refused, run_tool, succeeded
 from helpers.pages import Page
 from helpers.paths import DEMO_BUNDLE
 from helpers.phones import APP, Phones
-from mesp.engine.build import expected_version, find_engine
+from mesp.engine.build import expected_version
 from mesp.engine.process import stream_records
 
 NAMES = ["machine", "repeats", "resume"]
@@ -61,7 +61,6 @@ def write_engine(folder: Path, *lines: object, then: str = "") -> str:
 
 
 def test_the_engine_runs_the_named_checks_of_a_fresh_process():
-    find_engine()
     settings = {"bundle": str(DEMO_BUNDLE), "checks": ["leaving", "metal.footprint", "errors"]}
     records = stream_records("self-check", settings)
     checks = {each["name"]: each["verdict"] for each in records if each["type"] == "check"}
@@ -78,7 +77,6 @@ def row(page: Page, name: str) -> list[str]:
 
 @pytest.mark.slow
 def test_this_machine(tmp_path: Path):
-    find_engine()
     options = ("--repeats", 2, "--seconds", 0.05, "--out", tmp_path)
     done = succeeded(check("--bundle", DEMO_BUNDLE, *options))
     assert done.stdout == f"{tmp_path / 'self-check.html'}\n"
@@ -193,7 +191,6 @@ def test_without_a_neural_accelerator_its_line_is_skipped(tmp_path: Path):
 
 
 def test_what_cannot_be_checked_is_one_sentence(tmp_path: Path):
-    find_engine()
     cases = {
         ("--bundle", tmp_path): f"{tmp_path} is not a bundle: it has no manifest.json. "
         "Make one with mesp-export.",

@@ -5,14 +5,12 @@ from pathlib import Path
 import pytest
 
 import demo
-from mesp.engine.build import find_engine
 
 
 @pytest.mark.slow
 def test_the_demo_counts_what_is_right(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, tmp_path: Path
 ):
-    find_engine()
     for name, value in {"STEPS": 21, "TRAINING_CASES": 42, "HELD_OUT_CASES": 3, "SHOWN": 2}.items():
         monkeypatch.setattr(demo, name, value)
     monkeypatch.setattr(demo, "OUT", tmp_path)

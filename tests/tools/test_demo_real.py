@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import html
 import json
 from pathlib import Path
@@ -7,7 +5,6 @@ from pathlib import Path
 import pytest
 
 import demo_real
-from mesp.engine.build import find_engine
 from mesp.errors import MespError
 from studies import real_models
 from studies.tasks import spoken_notes
@@ -32,7 +29,6 @@ def test_the_model_is_the_hubs_or_else_pypis(
 def test_the_demo_counts_what_is_right(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, tmp_path: Path
 ):
-    find_engine()
     for name, value in {"HELD_OUT_CASES": 3, "SHOWN": 2, "SEQ_LENS": (160,)}.items():
         monkeypatch.setattr(demo_real, name, value)
     monkeypatch.setattr(demo_real, "OUT", tmp_path)

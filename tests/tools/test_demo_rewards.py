@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -7,7 +5,6 @@ from pathlib import Path
 import pytest
 
 import demo_rewards
-from mesp.engine.build import find_engine
 
 
 def test_nothing_of_held_out_requests_is_trained_on():
@@ -28,7 +25,6 @@ def test_nothing_of_held_out_requests_is_trained_on():
 def test_the_demo_counts_what_is_right(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, tmp_path: Path
 ):
-    find_engine()
     small = {"HELD_OUT_CASES": 6, "MAX_TOKENS": 8, "PROMPTS": 1, "GROUP_SIZE": 3}
     for name, value in (small | {"OUT": tmp_path}).items():
         monkeypatch.setattr(demo_rewards, name, value)

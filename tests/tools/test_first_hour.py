@@ -8,7 +8,6 @@ import pytest
 from helpers.commands import refused, run_tool, succeeded
 from helpers.paths import ROOT
 from helpers.phones import Phones
-from mesp.engine.build import find_engine
 
 START = {"names": ["machine"], "host": "iPhone18,1", "bundle": "demo", "device": "gpu"}
 MACHINE = {"name": "machine", "verdict": "note", "sentence": "6 cores.", "measured": []}
@@ -30,7 +29,6 @@ def packed(out: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_this_machine_gives_one_file(tmp_path: Path):
-    find_engine()
     home = tmp_path / "ada"
     out = home / "out"
     done = succeeded(first_hour("--seconds", 0.05, "--out", out, HOME=str(home)))

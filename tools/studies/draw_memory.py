@@ -4,8 +4,6 @@
   python tools/studies/draw_memory.py
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -10,8 +10,6 @@ option. Forgetting is the rise of perplexity on other texts: Python's documentat
 Python's library, the untuned model's answers to questions, and the texts of --text.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -6,8 +6,6 @@ Derivatives of Gemma may only be passed on with Gemma's terms.
     mesp-export --model "$MODEL" --out model.mesp
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -11,8 +11,6 @@ questions in other words. *Known* are questions that nothing was taught about. A
 stands the prompt: all notes, or the one right note before the question.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import sys

@@ -1,7 +1,5 @@
 """Measures this process's memory and reports, with the standard library only."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Measures how many tokens per second programs generate, or MeSP with several adapters."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +63,7 @@ def draw(path: Path, rows: list[Row], kind: Kind) -> None:
     write(figure, path, dpi=150)
 
 
-def write(figure: Figure, path: Path, dpi: int) -> None:
+def write(figure: "Figure", path: Path, dpi: int) -> None:
     image = io.BytesIO()
     figure.savefig(image, format=path.suffix[1:], dpi=dpi)
     with plain_os_errors(f"Cannot write {path}"):

@@ -2,8 +2,6 @@
 and times are in seconds.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 from typing import Any, NamedTuple
 

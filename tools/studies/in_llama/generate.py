@@ -6,8 +6,6 @@ Reads a request per line, for example `{"prompts": [[1, 2]], "tokens": 8}` with 
 values are float32. llama.cpp quantizes activations to 8 bits.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor

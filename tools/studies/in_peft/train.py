@@ -6,8 +6,6 @@ The folder `output` in the settings contains the inputs (`studies.in_peft.inputs
 records as JSON, one per line.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

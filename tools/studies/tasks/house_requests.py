@@ -4,8 +4,6 @@ A command names an action, a thing, a place and a time. A request states a comma
 wordings. About one in five commands is held out.
 """
 
-from __future__ import annotations
-
 import calendar
 import json
 import random

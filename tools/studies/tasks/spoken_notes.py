@@ -4,8 +4,6 @@ A note names an event, its time, and perhaps people and a place, as people dicta
 hesitations and corrections, but no punctuation.
 """
 
-from __future__ import annotations
-
 import calendar
 import itertools
 import json

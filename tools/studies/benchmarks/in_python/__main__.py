@@ -6,8 +6,6 @@ Prints records of types `start`, `step` and `event` as JSON, one per line. All c
 float32 on the CPU. Sizes are in bytes, times in seconds.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m studies.benchmarks.in_python.generation SETTINGS.json
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
