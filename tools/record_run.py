@@ -5,10 +5,9 @@ The log gets neither the machine's name nor the paths of folders.
 
 import json
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
-from mesp.commands.train import main as train
+import mesp
 from mesp.runs.log import LOG_NAME
 
 HOME = Path(__file__).resolve().parents[1] / "ios" / "MeSPTrainer"
@@ -18,10 +17,7 @@ STEPS = 60
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mesp-record-") as folder:
         output = Path(folder) / "run"
-        options = {"--steps": STEPS, "--seq-len": 128, "--eval-every": 20, "--out": output}
-        words = [str(word) for option in options.items() for word in option]
-        with suppress(SystemExit):  # a command ends with SystemExit
-            train([str(HOME / "Demo.mesp"), *words], standalone_mode=False)
+        mesp.train(HOME / "Demo.mesp", out=output, steps=STEPS, seq_len=128, eval_every=20)
         records = [json.loads(line) for line in (output / LOG_NAME).read_text().splitlines()]
     start = records[0]
     start["host"] = "recorded"
