@@ -10,7 +10,8 @@ import pytest
 
 import collect
 import push
-from helpers.commands import invoke, run
+from demo import write_data
+from helpers.commands import call, invoke, succeeded
 from helpers.paths import ROOT
 from helpers.phones import Phones
 from mesp.engine.build import mlx_folder
@@ -23,31 +24,25 @@ pytestmark = pytest.mark.mission
 STEPS, HELD_OUT = 40, 8
 
 
-def done(process: subprocess.CompletedProcess) -> str:
-    assert process.returncode == 0, process.stderr
-    return process.stdout
-
-
 def test_a_model_goes_to_the_phone_and_what_it_learned_comes_back(
     smollm2_gguf: Path, phones: Phones, tmp_path: Path
 ):
     data, bundle = tmp_path / "notes", tmp_path / "notes.mesp"
-    data.mkdir()
-    for split, count in (("train", STEPS), ("valid", HELD_OUT)):
-        cases = spoken_notes.cases(count, seed=0, held_out=split == "valid")
-        lines = "".join(json.dumps(case._asdict()) + "\n" for case in cases)
-        (data / f"{split}.jsonl").write_text(lines)
+    train = spoken_notes.cases(STEPS, seed=0, held_out=False)
+    write_data(data, train=train, valid=spoken_notes.cases(HELD_OUT, seed=0, held_out=True))
     size = ("--seq-len", 112, "--seq-len", 128)
-    done(run("export", "--model", smollm2_gguf, "--data", data, *size, "--out", bundle))
+    call("export", "--model", smollm2_gguf, "--data", data, *size, "--out", bundle)
 
     documents = phones.add("Phone").parent
-    done(invoke(push.main, "push.py", bundle, env=phones.environment()))
+    succeeded(invoke(push.main, "push.py", bundle, env=phones.environment()))
     bundle.rename(tmp_path / "here.mesp")
     bundle = tmp_path / "here.mesp"
     train_in_the_app(documents)
     collected = tmp_path / "collected"
-    table = done(invoke(collect.main, "collect.py", "--out", collected, env=phones.environment()))
-    assert "finished" in table
+    table = succeeded(
+        invoke(collect.main, "collect.py", "--out", collected, env=phones.environment())
+    )
+    assert "finished" in table.stdout
     (folder,) = collected.iterdir()
 
     log = RunLog.load(folder)
@@ -57,15 +52,15 @@ def test_a_model_goes_to_the_phone_and_what_it_learned_comes_back(
     adapters, fused = folder / "adapters", tmp_path / "fused"
     figures = tmp_path / "figures.json"
     options = ("--json", "--extract", r"\{[^}]*\}", "--max-tokens", 64, "--out", figures)
-    done(run("evaluate", bundle, data / "valid.jsonl", "--adapters", adapters, *options))
+    call("evaluate", bundle, data / "valid.jsonl", "--adapters", adapters, *options)
     base, tuned = (
         [sample["f1"] for sample in each] for each in json.loads(figures.read_text())["samples"]
     )
     assert sum(tuned) > sum(base) + 0.2 * HELD_OUT
 
-    done(run("fuse", bundle, "--adapters", adapters, "--out", fused, "--val-batches", 0))
+    call("fuse", bundle, "--adapters", adapters, "--out", fused, "--val-batches", 0)
     prompt = spoken_notes.cases(1, seed=1, held_out=True)[0].prompt
-    ours = done(run("generate", bundle, "--adapters", adapters, "--prompt", prompt))
+    ours = call("generate", bundle, "--adapters", adapters, "--prompt", prompt).stdout
     assert json.loads(in_mlx_lm(fused, prompt)).keys() == json.loads(ours).keys()
 
 

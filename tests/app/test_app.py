@@ -306,10 +306,8 @@ class Compiler:
             text = source.read_text(encoding="utf-8")
             copy = folder / source.relative_to(source.anchor)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            holds = (
-                rf"\bos\({self.system}\)|\bcompiler\(>=[\d.]+\)|\bcanImport\(\w+, _version: \d+\)"
-            )
-            text = re.sub(holds, "true", text)
+            newest = r"\bcompiler\(>=[\d.]+\)|\bcanImport\(\w+, _version: \d+\)"
+            text = re.sub(rf"\bos\({self.system}\)|{newest}", "true", text)
             text = re.sub(r"\b(?:os|targetEnvironment)\(\w+\)", "false", text)
             copy.write_text(text, encoding="utf-8")
             made.append(copy)

@@ -44,8 +44,7 @@ def test_this_machine_gives_one_file(tmp_path: Path):
     assert not any(str(home) in text for text in files.values())
 
 
-def test_a_phones_reports_and_logs_come_and_nothing_else(tmp_path: Path):
-    phones = Phones(tmp_path)
+def test_a_phones_reports_and_logs_come_and_nothing_else(phones: Phones, tmp_path: Path):
     run = phones.add("Ada's iPhone") / "demo mesp"
     (run / "adapters").mkdir(parents=True)
     (run / "adapters" / "adapters.safetensors").write_bytes(b"secret")
@@ -61,8 +60,7 @@ def test_a_phones_reports_and_logs_come_and_nothing_else(tmp_path: Path):
     assert not any("private" in text or "secret" in text for text in files.values())
 
 
-def test_a_step_that_fails_is_in_the_file(tmp_path: Path):
-    phones = Phones(tmp_path)
+def test_a_step_that_fails_is_in_the_file(phones: Phones, tmp_path: Path):
     phones.add("Ada's iPhone", apps={"org.example.Other": str(tmp_path)})
     out = tmp_path / "out"
     done = first_hour("--phone", "--out", out, **phones.environment())
