@@ -35,17 +35,15 @@ import Observation
         update()
         let reports = gate.start("self-check", sending: SelfCheckReport.self) { send in
             try gate.pass { _ in }
-            var report: SelfCheckReport?
-            try SelfCheck(settings).run(atBlock: { try gate.pass { _ in } }) { record in
-                switch record {
-                case .start(let start): report = SelfCheckReport(start)
-                case .check(let check): report?.checks.append(check)
-                case .end(let end): report?.end = end
+            try SelfCheck(settings).run(atBlock: { try gate.pass { _ in } }) { report in
+                try explaining {
+                    try FileManager.default.createDirectory(
+                        at: file.deletingLastPathComponent(), withIntermediateDirectories: true)
+                    try report.json.write(to: file, options: .atomic)
+                } as: {
+                    "Cannot write \(file.lastPathComponent): \($0)."
                 }
-                if let report {
-                    try report.write(to: file)
-                    send(report)
-                }
+                send(report)
             }
         }
         Task {
@@ -63,16 +61,4 @@ import Observation
     public func stop() { gate.stop() }
 
     private func update() { gate.pauseUnlessInFront(monitor) }
-}
-
-extension SelfCheckReport {
-    fileprivate func write(to file: URL) throws {
-        do {
-            try FileManager.default.createDirectory(
-                at: file.deletingLastPathComponent(), withIntermediateDirectories: true)
-            try json.write(to: file, options: .atomic)
-        } catch {
-            throw MeSPError("Cannot write \(file.lastPathComponent): \(error.plainSentence).")
-        }
-    }
 }

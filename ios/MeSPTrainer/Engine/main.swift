@@ -203,11 +203,13 @@ func importModel(_ file: URL) throws {
 }
 
 func checkMachine(_ file: URL) throws {
-    try SelfCheck(SelfCheck.Settings(contentsOf: file)).run(atBlock: checkStop) { record in
-        switch record {
-        case .start(let start): try print("start", start)
-        case .check(let check): try print("check", check)
-        case .end(let end): try print("end", end)
+    try SelfCheck(SelfCheck.Settings(contentsOf: file)).run(atBlock: checkStop) { report in
+        if let end = report.end {
+            try print("end", end)
+        } else if let check = report.checks.last {
+            try print("check", check)
+        } else {
+            try print("start", report.start)
         }
     }
 }

@@ -118,14 +118,18 @@ final class CheckSuite {
 
     static var temporaryFolder: URL { FileManager.default.temporaryDirectory }
 
-    /// Returns the median time of `body`, in seconds. A first call, which may compile kernels, is not measured. At least 3 calls are measured, and
-    /// more, up to 1000, within a quarter of `settings.seconds`.
+    /// Returns the median time of `body`, in seconds. A first call, which may compile kernels, is not measured.
     func medianTime(_ body: () throws -> Void) throws -> Double {
         try body()
+        return try median(least: 3, most: 1000) { try seconds(body) }
+    }
+
+    /// Returns the median of `least` measured times or more, up to `most` within a quarter of `settings.seconds`.
+    func median(least: Int = 5, most: Int, _ measure: () throws -> Double) rethrows -> Double {
         var times = [Double]()
         let end = ContinuousClock.now + .seconds(settings.seconds / 4)
-        while times.count < 3 || (times.count < 1000 && ContinuousClock.now < end) {
-            try times.append(seconds(body))
+        while times.count < least || (times.count < most && ContinuousClock.now < end) {
+            try times.append(measure())
         }
         return times.sorted()[times.count / 2]
     }

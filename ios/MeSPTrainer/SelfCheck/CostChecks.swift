@@ -4,31 +4,28 @@ import MeSPCore
 import MeSPSentences
 
 extension CheckSuite {
-    private func timeChain(_ kernels: Int) throws -> Double {
+    private func timeChain(_ kernels: Int) -> Double {
         let one = MLXArray(Float(1))
         eval(one)
-        var times = [Double]()
-        let end = ContinuousClock.now + .seconds(settings.seconds / 4)
-        while times.count < 5 || (times.count < 200 && ContinuousClock.now < end) {
+        return median(most: 200) {
             // The time excludes building the graph.
             let last = (0..<kernels).reduce(one) { sum, _ in sum + one }
-            times.append(seconds { eval(last) })
+            return seconds { eval(last) }
         }
-        return times.sorted()[times.count / 2]
     }
 
-    func measureEmptyEval() throws -> Finding {
-        _ = try timeChain(1)
-        let whole = try timeChain(1)
+    func measureEmptyEval() -> Finding {
+        _ = timeChain(1)
+        let whole = timeChain(1)
         constants.evalSeconds = whole
         return Finding(
             .note, "An eval of one number takes \(shown(microseconds: whole)).", [Measurement("eval", whole, "s")])
     }
 
     /// Measures the time of a kernel that waits for another kernel: the least-squares slope of a chain's time over its number of kernels.
-    func measureDependentKernel() throws -> Finding {
+    func measureDependentKernel() -> Finding {
         let lengths = [16, 64, 128, 256]
-        let times = try lengths.map { try timeChain($0) }
+        let times = lengths.map(timeChain)
         let (n, t) = (lengths.reduce(0, +) / lengths.count, times.reduce(0, +) / Double(times.count))
         let products = zip(lengths, times).map { Double($0 - n) * ($1 - t) }
         let squares = lengths.map { Double(($0 - n) * ($0 - n)) }
@@ -41,24 +38,16 @@ extension CheckSuite {
     }
 
     /// Measures the time to allocate 1 MiB: the difference between an addition into a new buffer and one into a cached buffer.
-    func measureNewBuffer() throws -> Finding {
+    func measureNewBuffer() -> Finding {
         let x = MLXArray.zeros([1 << 18])
         eval(x)
-        func add(clearing: Bool) throws -> Double {
-            var times = [Double]()
-            let end = ContinuousClock.now + .seconds(settings.seconds / 4)
-            while times.count < 5 || (times.count < 1000 && ContinuousClock.now < end) {
+        func add(clearing: Bool) -> Double {
+            median(most: 1000) {
                 if clearing { Memory.clearCache() }
-                times.append(
-                    seconds {
-                        let y = x + 1
-                        eval(y)
-                    })
+                return seconds { eval(x + 1) }
             }
-            return times.sorted()[times.count / 2]
         }
-        let kept = try add(clearing: false)
-        let new = try add(clearing: true)
+        let (kept, new) = (add(clearing: false), add(clearing: true))
         let cost = max(0, new - kept)
         constants.newBufferSeconds = cost
         return Finding(

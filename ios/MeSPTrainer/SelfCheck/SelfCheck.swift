@@ -24,22 +24,18 @@ public struct SelfCheck {
         package init(bundle: String) { self.bundle = bundle }
 
         package init(contentsOf url: URL) throws {
-            struct Given: Decodable {
-                let bundle: String
-                let device: Backend?
-                let dtype: ElementType?
-                let repeats: Int?
-                let seconds: Double?
-                let minutes: Double?
-                let checks: [String]?
-            }
-            let given: Given = try readSettings(url)
-            self.init(bundle: given.bundle)
-            (device, dtype) = (given.device, given.dtype)
-            repeats = given.repeats ?? repeats
-            seconds = given.seconds ?? seconds
-            minutes = given.minutes ?? minutes
-            checks = given.checks
+            self = try readSettings(url)
+        }
+
+        public init(from decoder: any Decoder) throws {
+            let fields = try decoder.container(keyedBy: CodingKeys.self)
+            bundle = try fields.decode(String.self, forKey: .bundle)
+            device = try fields.decodeIfPresent(Backend.self, forKey: .device)
+            dtype = try fields.decodeIfPresent(ElementType.self, forKey: .dtype)
+            repeats = try fields.decodeIfPresent(Int.self, forKey: .repeats) ?? repeats
+            seconds = try fields.decodeIfPresent(Double.self, forKey: .seconds) ?? seconds
+            minutes = try fields.decodeIfPresent(Double.self, forKey: .minutes) ?? minutes
+            checks = try fields.decodeIfPresent([String].self, forKey: .checks)
         }
 
         func check() throws {
@@ -61,9 +57,10 @@ public struct SelfCheck {
     /// - Parameters:
     ///   - atBlock: a closure that is called before each check and at each block boundary. It may wait, or throw `CancellationError` to end the
     ///     self-check.
+    ///   - report: receives the report so far: at the start, after each check and at the end.
     /// - Throws: `MeSPError` if the settings or the bundle cannot be used; `CancellationError`; an error of `report`. A failed check throws no error.
     @discardableResult package func run(
-        atBlock: @escaping () throws -> Void = {}, report: (SelfCheckRecord) throws -> Void = { _ in }
+        atBlock: @escaping () throws -> Void = {}, report: (SelfCheckReport) throws -> Void = { _ in }
     ) throws -> SelfCheckReport {
         let begin = ContinuousClock.now
         // `firstUseOfMLX` is initialized when it is first read. It must be read before the first use of a GPU.
@@ -83,20 +80,19 @@ public struct SelfCheck {
             bundle: bundle.manifest.name, device: bundle.device.rawValue,
             dtype: bundle.dtype == .float32 ? "float32" : "bfloat16", neuralAccelerators: accelerators.state.rawValue,
             settings: settings, names: checks.map(\.name))
-        try report(.start(start))
-        var whole = SelfCheckReport(start)
+        var whole = SelfCheckReport(start: start)
+        try report(whole)
         for check in checks {
             try atBlock()
-            let result = try Self.perform(check, bundle, atBlock)
-            whole.checks.append(result)
-            try report(.check(result))
+            whole.checks.append(try Self.perform(check, bundle, atBlock))
+            try report(whole)
         }
-        let end = SelfCheckReport.End(
-            verdict: whole.checks.contains { $0.verdict == .fail } ? .fail : .pass, constants: suite.constants,
+        let isGood = !whole.checks.contains { $0.verdict == .fail }
+        whole.end = .init(
+            verdict: isGood ? .pass : .fail, constants: suite.constants,
             seconds: (ContinuousClock.now - begin) / .seconds(1))
-        whole.end = end
-        hasPassed = settings.checks == nil && end.verdict == .pass
-        try report(.end(end))
+        hasPassed = settings.checks == nil && isGood
+        try report(whole)
         return whole
     }
 

@@ -78,8 +78,6 @@ public struct SelfCheckReport: Codable, Sendable {
         package var seconds: Double
     }
 
-    package init(_ start: Start) { self.start = start }
-
     package var json: Data {
         get throws {
             let encoder = JSONEncoder.snakeCase
@@ -111,10 +109,4 @@ extension SelfCheckReport {
             MetalMemory[backend] = Int(bytes)
         }
     }
-}
-
-package enum SelfCheckRecord: Sendable {
-    case start(SelfCheckReport.Start)
-    case check(SelfCheckReport.Check)
-    case end(SelfCheckReport.End)
 }
