@@ -24,22 +24,15 @@ package enum FlowerValue: Sendable, Equatable {
     case texts([String])
 
     init?(_ message: ProtobufMessage) throws {
-        if message.has(1) {
-            self = .double(message.double(1))
-        } else if message.has(2) {
-            self = .int(message.signed(2))
-        } else if message.has(3) {
-            self = .unsigned(message.number(3))
-        } else if message.has(4) {
-            self = .flag(message.number(4) != 0)
-        } else if message.has(5) {
-            self = .text(message.text(5))
-        } else if message.has(6) {
-            self = .bytes(message.bytes(6))
-        } else if message.has(25) {
-            self = .texts(try message.messages(25).last?.texts(1) ?? [])
-        } else {
-            return nil
+        switch [1, 2, 3, 4, 5, 6, 25].first(where: message.has) {
+        case 1: self = .double(message.double(1))
+        case 2: self = .int(message.signed(2))
+        case 3: self = .unsigned(message.number(3))
+        case 4: self = .flag(message.number(4) != 0)
+        case 5: self = .text(message.text(5))
+        case 6: self = .bytes(message.bytes(6))
+        case 25: self = .texts(try message.messages(25).last?.texts(1) ?? [])
+        default: return nil
         }
     }
 

@@ -21,46 +21,27 @@
     }
 
     /// The functions of libcurl. The library is loaded at the first use.
-    private struct Libcurl {
+    private enum Libcurl {
         typealias Handle = OpaquePointer
         typealias Take = @convention(c) (UnsafePointer<UInt8>, Int, Int, UnsafeMutableRawPointer) -> Int
         typealias Progress = @convention(c) (UnsafeMutableRawPointer, Int64, Int64, Int64, Int64) -> Int32
 
-        static let shared: Libcurl? = {
-            guard let library = dlopen("libcurl.so.4", RTLD_NOW) else { return nil }
-            func function<F>(_ name: String, _ type: F.Type) -> F? {
-                dlsym(library, name).map { unsafeBitCast($0, to: type) }
+        typealias List = OpaquePointer
+
+        nonisolated(unsafe) private static let library: UnsafeMutableRawPointer? = {
+            let library = dlopen("libcurl.so.4", RTLD_NOW)
+            let start = dlsym(library, "curl_global_init").map {
+                unsafeBitCast($0, to: (@convention(c) (Int) -> Int32).self)
             }
-            guard
-                let start = function("curl_global_init", (@convention(c) (Int) -> Int32).self), start(3) == 0,
-                let make = function("curl_easy_init", (@convention(c) () -> Handle?).self),
-                let number = function("curl_easy_setopt", (@convention(c) (Handle, Int32, Int) -> Int32).self),
-                let text = function(
-                    "curl_easy_setopt", (@convention(c) (Handle, Int32, UnsafePointer<CChar>) -> Int32).self),
-                let pointer = function(
-                    "curl_easy_setopt", (@convention(c) (Handle, Int32, UnsafeRawPointer?) -> Int32).self),
-                let perform = function("curl_easy_perform", (@convention(c) (Handle) -> Int32).self),
-                let free = function("curl_easy_cleanup", (@convention(c) (Handle) -> Void).self),
-                let reason = function("curl_easy_strerror", (@convention(c) (Int32) -> UnsafePointer<CChar>).self),
-                let append = function(
-                    "curl_slist_append",
-                    (@convention(c) (OpaquePointer?, UnsafePointer<CChar>) -> OpaquePointer?).self),
-                let freeList = function("curl_slist_free_all", (@convention(c) (OpaquePointer?) -> Void).self)
-            else { return nil }
-            return Libcurl(
-                make: make, number: number, text: text, pointer: pointer, perform: perform, free: free,
-                reason: reason, append: append, freeList: freeList)
+            return start?(3) == 0 ? library : nil
         }()
 
-        let make: @convention(c) () -> Handle?
-        let number: @convention(c) (Handle, Int32, Int) -> Int32
-        let text: @convention(c) (Handle, Int32, UnsafePointer<CChar>) -> Int32
-        let pointer: @convention(c) (Handle, Int32, UnsafeRawPointer?) -> Int32
-        let perform: @convention(c) (Handle) -> Int32
-        let free: @convention(c) (Handle) -> Void
-        let reason: @convention(c) (Int32) -> UnsafePointer<CChar>
-        let append: @convention(c) (OpaquePointer?, UnsafePointer<CChar>) -> OpaquePointer?
-        let freeList: @convention(c) (OpaquePointer?) -> Void
+        static let missing = MeSPError("libcurl is missing: on Debian, apt install libcurl4.")
+
+        static func function<F>(_ name: String, _ type: F.Type) throws -> F {
+            guard let library, let function = dlsym(library, name) else { throw missing }
+            return unsafeBitCast(function, to: type)
+        }
     }
 
     /// A request and its response. Only the thread of `perform` uses the response.
@@ -109,15 +90,26 @@
 
         /// Performs the request, on a thread of its own. libcurl notices within a second that the exchange has ended.
         func perform() throws -> Answer {
-            guard let curl = Libcurl.shared, let handle = curl.make() else {
-                throw MeSPError("libcurl is missing: on Debian, apt install libcurl4.")
-            }
-            defer { curl.free(handle) }
-            var list: OpaquePointer?
+            typealias Handle = Libcurl.Handle
+            let make = try Libcurl.function("curl_easy_init", (@convention(c) () -> Handle?).self)
+            let free = try Libcurl.function("curl_easy_cleanup", (@convention(c) (Handle) -> Void).self)
+            let append = try Libcurl.function(
+                "curl_slist_append", (@convention(c) (Libcurl.List?, UnsafePointer<CChar>) -> Libcurl.List?).self)
+            let freeList = try Libcurl.function("curl_slist_free_all", (@convention(c) (Libcurl.List?) -> Void).self)
+            let setNumber = try Libcurl.function(
+                "curl_easy_setopt", (@convention(c) (Handle, Int32, Int) -> Int32).self)
+            let setPointer = try Libcurl.function(
+                "curl_easy_setopt", (@convention(c) (Handle, Int32, UnsafeRawPointer?) -> Int32).self)
+            let perform = try Libcurl.function("curl_easy_perform", (@convention(c) (Handle) -> Int32).self)
+            let reason = try Libcurl.function(
+                "curl_easy_strerror", (@convention(c) (Int32) -> UnsafePointer<CChar>).self)
+            guard let handle = make() else { throw Libcurl.missing }
+            defer { free(handle) }
+            var list: Libcurl.List?
             // Without the last entry, libcurl waits for the server's consent before a long body.
             let headers = (request.allHTTPHeaderFields ?? [:]).map { "\($0): \($1)" } + ["expect:"]
-            for header in headers { list = curl.append(list, header) ?? list }
-            defer { curl.freeList(list) }
+            for header in headers { list = append(list, header) ?? list }
+            defer { freeList(list) }
             let me = UnsafeRawPointer(Unmanaged.passUnretained(self).toOpaque())
             let take: Libcurl.Take = { bytes, size, count, me in
                 exchange(me).take(UnsafeBufferPointer(start: bytes, count: size * count))
@@ -137,7 +129,7 @@
                 (47, 1),  // CURLOPT_POST
                 (60, request.httpBody?.count ?? 0),  // CURLOPT_POSTFIELDSIZE
             ]
-            for (option, value) in numbers { _ = curl.number(handle, option, value) }
+            for (option, value) in numbers { _ = setNumber(handle, option, value) }
             let pointers: [(Int32, UnsafeRawPointer?)] = [
                 (10023, UnsafeRawPointer(list)),  // CURLOPT_HTTPHEADER
                 (10001, me), (10029, me), (10057, me),  // CURLOPT_WRITEDATA, CURLOPT_HEADERDATA, CURLOPT_XFERINFODATA
@@ -145,17 +137,17 @@
                 (20079, unsafeBitCast(takeHeader, to: UnsafeRawPointer.self)),  // CURLOPT_HEADERFUNCTION
                 (20219, unsafeBitCast(progress, to: UnsafeRawPointer.self)),  // CURLOPT_XFERINFOFUNCTION
             ]
-            for (option, value) in pointers { _ = curl.pointer(handle, option, value) }
-            _ = curl.text(handle, 10002, request.url?.absoluteString ?? "")  // CURLOPT_URL
+            for (option, value) in pointers { _ = setPointer(handle, option, value) }
+            _ = (request.url?.absoluteString ?? "").withCString { setPointer(handle, 10002, $0) }  // CURLOPT_URL
             let code = (request.httpBody ?? Data()).withUnsafeBytes { body in
-                _ = curl.pointer(handle, 10015, body.baseAddress)  // CURLOPT_POSTFIELDS
-                return curl.perform(handle)
+                _ = setPointer(handle, 10015, body.baseAddress)  // CURLOPT_POSTFIELDS
+                return perform(handle)
             }
             if let early { return try early.get() }
             switch code {
             case 0: return (data, status)
             case 28: throw HTTPFailure.tooSlow  // CURLE_OPERATION_TIMEDOUT
-            default: throw HTTPFailure.unreachable(String(cString: curl.reason(code)))
+            default: throw HTTPFailure.unreachable(String(cString: reason(code)))
             }
         }
 

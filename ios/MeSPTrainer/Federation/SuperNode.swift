@@ -68,20 +68,11 @@ package struct SuperNode: Sendable {
         #else
             let transport = URLSessionTransport(configuration: configuration)
         #endif
-        try self.init(
-            server: server, folder: folder, mostBytes: mostBytes, transport: transport, seconds: Seconds())
+        try self.init(server: server, folder: folder, mostBytes: mostBytes, transport: transport)
     }
 
     init(
-        server: URL, folder: URL, mostBytes: Int, configuration: URLSessionConfiguration, seconds: Seconds
-    ) throws {
-        try self.init(
-            server: server, folder: folder, mostBytes: mostBytes,
-            transport: URLSessionTransport(configuration: configuration), seconds: seconds)
-    }
-
-    private init(
-        server: URL, folder: URL, mostBytes: Int, transport: any HTTPTransport, seconds: Seconds
+        server: URL, folder: URL, mostBytes: Int, transport: any HTTPTransport, seconds: Seconds = Seconds()
     ) throws {
         guard ["http", "https"].contains(server.scheme), let host = server.host, !host.isEmpty else {
             throw MeSPError(
@@ -92,11 +83,7 @@ package struct SuperNode: Sendable {
                 "\(server.absoluteString) is an address without TLS, where others can read and change what is sent; have the SuperLink started with --ssl-certfile, and write https."
             )
         }
-        do {
-            try makeFolder(folder)
-        } catch {
-            throw MeSPError("\(folder.path) cannot be made (\(error.plainSentence)).")
-        }
+        try explaining({ try makeFolder(folder) }, as: { "\(folder.path) cannot be made (\($0))." })
         let key = try NodeKey(file: folder.appendingPathComponent("node.key"))
         try Data(key.openSSH.utf8).write(to: folder.appendingPathComponent("node.pub"), options: .atomic)
         api = FleetAPI(server: server, key: key, transport: transport)

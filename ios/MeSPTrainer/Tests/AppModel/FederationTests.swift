@@ -28,7 +28,7 @@ import Testing
             loadTokenizer: { _ in ByteTokenizer() })
         model.federation.open = { server, folder, mostBytes, _ in
             try SuperNode(
-                server: server, folder: folder, mostBytes: mostBytes, configuration: SuperLink.configuration(),
+                server: server, folder: folder, mostBytes: mostBytes, transport: SuperLink.transport(),
                 seconds: .init(heartbeat: heartbeat, poll: 0.01, lease: 0))
         }
         let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()

@@ -14,7 +14,7 @@ final class SuperNodeTests {
     private func node(lease: Double = 75, at host: String? = nil) throws -> SuperNode {
         try SuperNode(
             server: try #require(URL(string: "https://\(host ?? self.host):8000")), folder: folder, mostBytes: 1 << 20,
-            configuration: SuperLink.configuration(), seconds: .init(heartbeat: 30, poll: 0.01, lease: lease))
+            transport: SuperLink.transport(), seconds: .init(heartbeat: 30, poll: 0.01, lease: lease))
     }
 
     @discardableResult
@@ -107,7 +107,7 @@ final class SuperNodeTests {
         SuperLink.with(host) { $0.faults["pull-messages"] = Array(repeating: (status, ""), count: 100) }
         let node = try SuperNode(
             server: try #require(URL(string: "https://\(host):8000")), folder: folder, mostBytes: 1 << 20,
-            configuration: SuperLink.configuration(),
+            transport: SuperLink.transport(),
             seconds: .init(heartbeat: 30, poll: 0.01, lease: 0, retry: 0.001))
         let error = await #expect(throws: MeSPError.self) {
             try await node.run(report: { _ in }, answer: Self.train)
@@ -307,7 +307,7 @@ final class SuperNodeTests {
         SuperLink.with(host) { $0.faults[call] = Array(repeating: (SuperLink.never, ""), count: 100) }
         let node = try SuperNode(
             server: try #require(URL(string: "https://\(host):8000")), folder: folder, mostBytes: 1 << 20,
-            configuration: SuperLink.configuration(), seconds: .init(heartbeat: 0.1, poll: 0.01, lease: 0))
+            transport: SuperLink.transport(), seconds: .init(heartbeat: 0.1, poll: 0.01, lease: 0))
         let task = Self.started(node)
         while SuperLink.with(host, { !$0.calls.contains(call) }) { try await Task.sleep(for: .milliseconds(5)) }
         task.cancel()

@@ -30,10 +30,10 @@ final class SuperLink: URLProtocol {
         try lock.withLock { try body(&states[host, default: State()]) }
     }
 
-    static func configuration() -> URLSessionConfiguration {
+    static func transport() -> URLSessionTransport {
         let configuration = URLSessionConfiguration.ephemeral
         configuration.protocolClasses = [SuperLink.self]
-        return configuration
+        return URLSessionTransport(configuration: configuration)
     }
 
     override class func canInit(with request: URLRequest) -> Bool { true }
