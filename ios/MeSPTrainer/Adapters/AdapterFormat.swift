@@ -110,6 +110,10 @@ package enum AdapterFormat {
                     .filter { $0.isStacked && $0.modules.contains(where: modules.contains) }
                     .map { "\(architecture.hfPrefix).layers.\(block).\($0.name)" }
             }
+            let (numbers, names) = (blocks.map(String.init), linear.map(\.name))
+            let pattern =
+                "\(architecture.hfPrefix).layers.(\(numbers.joined(separator: "|"))).(\(names.joined(separator: "|")))"
+                .replacingOccurrences(of: ".", with: "\\.")
             return [
                 "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": rank,
                 "lora_alpha": scale * Double(rank), "use_rslora": false, "use_dora": isDoRA,
@@ -120,7 +124,7 @@ package enum AdapterFormat {
                 "alpha_pattern": Dictionary(uniqueKeysWithValues: joined).mapValues { scale * Double($0) },
                 "target_modules": isAlone || linear.isEmpty
                     ? linear.compactMap { $0.name.split(separator: ".").last.map(String.init) }
-                    : pattern(of: linear, blocks, prefix: architecture.hfPrefix) as Any,
+                    : pattern as Any,
                 "target_parameters": parameters.isEmpty ? NSNull() : parameters as Any,
                 "layers_to_transform": allBlocks || !isAlone ? NSNull() : Array(blocks) as Any,
             ]
@@ -132,12 +136,6 @@ package enum AdapterFormat {
             guard layer.modules.contains(where: modules.contains) else { return }
             if !found.contains(where: { $0.name == layer.name }) { found.append(layer) }
         }
-    }
-
-    private func pattern(of layers: [AdaptedLayer], _ blocks: Range<Int>, prefix: String) -> String {
-        let names = layers.map(\.name).joined(separator: "|")
-        return "\(prefix).layers.(\(blocks.map(String.init).joined(separator: "|"))).(\(names))"
-            .replacingOccurrences(of: ".", with: "\\.")
     }
 
     static func unsupported(_ what: String) -> MeSPError {

@@ -32,15 +32,8 @@ package struct Safetensors {
         var metadata = [String: String]()
         var tensors = [String: Tensor]()
 
-        struct Key: CodingKey {
-            let stringValue: String
-            init(stringValue: String) { self.stringValue = stringValue }
-            var intValue: Int? { nil }
-            init?(intValue: Int) { nil }
-        }
-
         init(from decoder: any Decoder) throws {
-            let container = try decoder.container(keyedBy: Key.self)
+            let container = try decoder.container(keyedBy: JSONValue.Key.self)
             for key in container.allKeys {
                 if key.stringValue == "__metadata__" {
                     // MLX writes null if there is no metadata.

@@ -27,7 +27,9 @@ extension AppModel {
     public func importBundle(at url: URL) async {
         await attempt {
             let bundle = try await library.importBundle(at: url) { name, size, notices in
-                await withCheckedContinuation { importRequest = ImportRequest(name, size, notices, $0) }
+                await withCheckedContinuation {
+                    importRequest = ImportRequest(name: name, size: size, notices: notices, answer: $0)
+                }
             }
             guard let bundle else { return }
             await refresh()
@@ -40,10 +42,6 @@ extension AppModel {
         let size: Int
         let notices: [Sentence]
         let answer: CheckedContinuation<Bool, Never>
-
-        init(_ name: String, _ size: Int, _ notices: [Sentence], _ answer: CheckedContinuation<Bool, Never>) {
-            (self.name, self.size, self.notices, self.answer) = (name, size, notices, answer)
-        }
     }
 
     /// Whether the app asks to convert a model. The setter does nothing; call `answerImport` instead.

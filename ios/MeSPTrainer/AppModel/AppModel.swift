@@ -145,10 +145,14 @@ import Observation
 
     /// The last run's entry in the list, once the list shows that the run has ended. It is nil for a benchmark's run.
     public var shownRun: StoredRun? {
-        guard !controller.isRunning, let output = controller.settings?.output else { return nil }
-        let id = URL(fileURLWithPath: output).lastPathComponent
+        guard !controller.isRunning, let id = runFolder else { return nil }
         // A list read before the run ended still shows the run as running.
         return library.runs.first { $0.id == id && !$0.isBenchmark && $0.status != .running }
+    }
+
+    /// The name of the folder of the current or last run.
+    var runFolder: StoredRun.ID? {
+        controller.settings.map { URL(fileURLWithPath: $0.output).lastPathComponent }
     }
 
     public func canShowExamples(of run: StoredRun) -> Bool {

@@ -40,7 +40,7 @@ extension AppModel {
         switch wanted {
         case .bundle(let bundle) where bundle.id == bundleInUse:
             problem = "\(bundle.name) is in use; delete it when that has ended."
-        case .run(let run) where run.status == .running || isWritten(run):
+        case .run(let run) where run.status == .running || controller.isRunning && runFolder == run.id:
             problem = "\(run.name) is in progress; stop it first."
         default: deletion = wanted
         }
@@ -66,9 +66,5 @@ extension AppModel {
             }
         }
         await refresh()
-    }
-
-    private func isWritten(_ run: StoredRun) -> Bool {
-        controller.isRunning && controller.settings.map { URL(fileURLWithPath: $0.output).lastPathComponent } == run.id
     }
 }

@@ -95,32 +95,25 @@ public struct DocumentsFolder: Sendable {
     static func size(_ folder: URL) -> Int {
         let files = FileManager.default.enumerator(at: folder, includingPropertiesForKeys: [.fileSizeKey])
         return (files?.allObjects ?? []).reduce(0) { sum, file in
-            sum + (((file as? URL)?.resourceSize) ?? 0)
+            guard let file = file as? URL, !file.hasDirectoryPath else { return sum }
+            return sum + ((try? file.resourceValues(forKeys: [.fileSizeKey]).fileSize) ?? 0)
         }
     }
 
     func contents(_ folder: URL) throws -> [URL] {
         guard FileManager.default.fileExists(atPath: folder.path) else { return [] }
-        do {
-            return try list(folder).filter(\.hasDirectoryPath)
-        } catch {
-            throw MeSPError("\(folder.lastPathComponent) cannot be read: \(error.plainSentence).")
-        }
+        return try explaining(
+            { try list(folder).filter(\.hasDirectoryPath) },
+            as: { "\(folder.lastPathComponent) cannot be read: \($0)." })
     }
 
     func delete(_ url: URL) throws {
-        do {
-            try FileManager.default.removeItem(at: url)
-        } catch {
-            throw MeSPError("\(url.lastPathComponent) cannot be deleted: \(error.plainSentence).")
-        }
+        try explaining(
+            { try FileManager.default.removeItem(at: url) },
+            as: { "\(url.lastPathComponent) cannot be deleted: \($0)." })
     }
 }
 
 extension URL {
     var isBundle: Bool { pathExtension == "mesp" }
-
-    fileprivate var resourceSize: Int? {
-        hasDirectoryPath ? nil : try? resourceValues(forKeys: [.fileSizeKey]).fileSize
-    }
 }

@@ -9,16 +9,15 @@ import MeSPSentences
 extension DocumentsFolder {
     /// Returns all bundles, sorted by name. A bundle in Documents hides an included bundle of the same name. Checksums are not verified.
     public func bundles() throws -> [StoredBundle] {
-        let imported = try contents(documents).filter(\.isBundle).map {
-            StoredBundle(url: $0, isIncluded: false)
+        let imported = try contents(documents).filter(\.isBundle)
+        let names = Set(imported.map(\.lastPathComponent))
+        let others = try (included.map { try contents($0) } ?? []).filter {
+            $0.isBundle && !names.contains($0.lastPathComponent)
         }
-        let names = Set(imported.map(\.url.lastPathComponent))
-        let others = try included.map { try contents($0) } ?? []
-        return
-            (imported
-            + others.filter { $0.isBundle && !names.contains($0.lastPathComponent) }
-            .map { StoredBundle(url: $0, isIncluded: true) })
-            .sorted { $0.url.lastPathComponent < $1.url.lastPathComponent }
+        let bundles =
+            imported.map { StoredBundle(url: $0, isIncluded: false) }
+            + others.map { StoredBundle(url: $0, isIncluded: true) }
+        return bundles.sorted { $0.id < $1.id }
     }
 
     /// Copies a bundle's files into Documents and verifies the copies. If the bundle is invalid, the copies are deleted.
@@ -37,7 +36,7 @@ extension DocumentsFolder {
         try checkRoom(for: files.reduce(0) { $0 + $1.size }, of: name)
         let partial = importFolder()
         defer { try? FileManager.default.removeItem(at: partial) }
-        do {
+        try explaining {
             try makeNewFolder(partial)
             applyPolicy(partial, .bundle)
             for path in ["manifest.json"] + files.map(\.path) {
@@ -46,8 +45,8 @@ extension DocumentsFolder {
                     at: copy.deletingLastPathComponent(), withIntermediateDirectories: true)
                 try FileManager.default.copyItem(at: source.appendingPathComponent(path), to: copy)
             }
-        } catch {
-            throw MeSPError("\(name) cannot be copied: \(error.plainSentence).")
+        } as: {
+            "\(name) cannot be copied: \($0)."
         }
         _ = try open(partial, checksums: true)
         return try move(partial, to: target)
@@ -129,11 +128,7 @@ extension DocumentsFolder {
     }
 
     private func make(_ folder: URL, for name: String) throws {
-        do {
-            try makeFolder(folder)
-        } catch {
-            throw MeSPError("\(name) cannot be written: \(error.plainSentence).")
-        }
+        try explaining({ try makeFolder(folder) }, as: { "\(name) cannot be written: \($0)." })
         applyPolicy(folder, .bundle)
     }
 
@@ -237,11 +232,11 @@ extension DocumentsFolder {
     }
 
     func save(_ download: BegunDownload) throws {
-        do {
+        try explaining {
             let json = try JSONEncoder().encode(download)
             try writeWhole(downloadFile) { try $0.write(contentsOf: json) }
-        } catch {
-            throw MeSPError("\(download.offer.repository) cannot be written: \(error.plainSentence).")
+        } as: {
+            "\(download.offer.repository) cannot be written: \($0)."
         }
         applyPolicy(downloadFile, .bundle)
     }

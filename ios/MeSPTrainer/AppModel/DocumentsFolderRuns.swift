@@ -33,7 +33,7 @@ extension DocumentsFolder {
 
     public func exportMeasurements(to folder: URL) throws {
         let files = FileManager.default
-        do {
+        try explaining {
             try? files.removeItem(at: folder)
             try files.createDirectory(at: folder, withIntermediateDirectories: true)
             if files.fileExists(atPath: selfChecksFolder.path) {
@@ -46,8 +46,8 @@ extension DocumentsFolder {
                 try files.createDirectory(at: copy, withIntermediateDirectories: true)
                 try files.copyItem(at: log, to: copy.appendingPathComponent(log.lastPathComponent))
             }
-        } catch {
-            throw MeSPError("The measurements cannot be copied: \(error.plainSentence).")
+        } as: {
+            "The measurements cannot be copied: \($0)."
         }
     }
 

@@ -11,7 +11,11 @@ import Observation
 ///
 /// The texts grow during generation, which pauses while the app is not active.
 @MainActor @Observable public final class SideBySideChat {
-    public enum Side: Sendable { case base, tuned }
+    public enum Side: Sendable {
+        case base, tuned
+
+        fileprivate var text: WritableKeyPath<Turn, Text> { self == .base ? \.base : \.tuned }
+    }
 
     public struct Text: Sendable {
         public fileprivate(set) var text = ""
@@ -152,14 +156,12 @@ import Observation
             generation.seed = request.seed
             generation.stop = endTokens(of: bundle, tokenizer)
             var plain = PlainEncoder(tokenizer)
-            for (side, text, cache) in [
-                (Side.base, \Turn.base, \Read.base), (.tuned, \.tuned, \.tuned),
-            ] where side == .base || !adapters.isEmpty {
+            for (side, cache) in [(Side.base, \Read.base), (.tuned, \.tuned)] where side == .base || !adapters.isEmpty {
                 try gate.pass { _ in }
                 generation.prompt =
                     request.isChat
                     ? try plain.encode(
-                        Conversation(request.messages(after: history, text)), addsGenerationPrompt: true)
+                        Conversation(request.messages(after: history, side)), addsGenerationPrompt: true)
                     : try plain.encode(request.prompt, addsSpecialTokens: true)
                 let generator = try read.model(bundle, with: side == .tuned ? adapters : [])
                 send(.begins(side))
@@ -191,14 +193,14 @@ import Observation
         guard writing == nil, !partners.isEmpty, let index = turns.firstIndex(where: { $0.id == id }) else {
             throw MeSPError("Choose between answers to a message, once both are written.")
         }
-        let (chosen, other) = side == .base ? (\Turn.base, \Turn.tuned) : (\Turn.tuned, \Turn.base)
-        let answer = turns[index][keyPath: chosen].text
+        let (turn, other) = (turns[index], side == .base ? Side.tuned : .base)
+        let answer = turn[keyPath: side.text].text
         var request = Request()
-        request.prompt = turns[index].prompt
+        request.prompt = turn.prompt
         request.system = String(partners.split(separator: "\n", maxSplits: 2, omittingEmptySubsequences: false)[2])
         return try Choice(
-            prompt: request.messages(after: Array(turns.prefix(index)), chosen), chosen: corrected ?? answer,
-            rejected: corrected == nil ? turns[index][keyPath: other].text : answer)
+            prompt: request.messages(after: Array(turns.prefix(index)), side), chosen: corrected ?? answer,
+            rejected: corrected == nil ? turn[keyPath: other.text].text : answer)
     }
 
     public func clear() {
@@ -243,16 +245,8 @@ import Observation
     private func receive(_ message: Progress, _ tokenizer: any TextTokenizer) {
         switch message {
         case .begins(let side): writing = side
-        case .token(let side, let token): change(side) { $0.append(token, tokenizer) }
-        case .ends(let side, let summary): change(side) { $0.summary = summary }
-        }
-    }
-
-    private func change(_ side: Side, _ body: (inout Text) -> Void) {
-        let last = turns.count - 1
-        switch side {
-        case .base: body(&turns[last].base)
-        case .tuned: body(&turns[last].tuned)
+        case .token(let side, let token): turns[turns.count - 1][keyPath: side.text].append(token, tokenizer)
+        case .ends(let side, let summary): turns[turns.count - 1][keyPath: side.text].summary = summary
         }
     }
 }
@@ -260,15 +254,13 @@ import Observation
 extension SideBySideChat.Request {
     /// Returns one side's conversation, which ends with the prompt.
     ///
-    /// - Parameter text: the key path of that side's answers. Turns without an answer are left out, because user and assistant messages must
-    ///   alternate.
+    /// Turns without an answer are left out, because user and assistant messages must alternate.
     fileprivate func messages(
-        after history: [SideBySideChat.Turn], _ text: KeyPath<SideBySideChat.Turn, SideBySideChat.Text>
+        after history: [SideBySideChat.Turn], _ side: SideBySideChat.Side
     ) -> [Conversation.Message] {
         var messages = system.isEmpty ? [] : [Conversation.Message.system(system)]
-        for turn in history where !turn[keyPath: text].text.isEmpty {
-            messages.append(.user(turn.prompt))
-            messages.append(.assistant(turn[keyPath: text].text))
+        for turn in history where !turn[keyPath: side.text].text.isEmpty {
+            messages += [.user(turn.prompt), .assistant(turn[keyPath: side.text].text)]
         }
         return messages + [.user(prompt)]
     }

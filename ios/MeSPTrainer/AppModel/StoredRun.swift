@@ -52,7 +52,7 @@ public struct StoredRun: Identifiable, Sendable {
 
     /// Copies the log, the last adapters and the best adapters into `folder`, whose old contents are deleted. Training data is not copied.
     public func export(to folder: URL) throws {
-        do {
+        try explaining {
             try? FileManager.default.removeItem(at: folder)
             try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
             for name in ["metrics.jsonl", "adapters", "best"] {
@@ -60,8 +60,8 @@ public struct StoredRun: Identifiable, Sendable {
                     try FileManager.default.copyItem(at: file, to: folder.appendingPathComponent(name))
                 }
             }
-        } catch {
-            throw MeSPError("\(self.name) cannot be copied: \(error.plainSentence).")
+        } as: {
+            "\(self.name) cannot be copied: \($0)."
         }
     }
 

@@ -19,12 +19,7 @@ public enum NumberField: String, Sendable, CaseIterable {
         }
     }
 
-    var isWhole: Bool {
-        switch self {
-        case .steps, .batchSize, .accumulation, .warmup: true
-        case .epochs, .learningRate, .limit, .clipping: false
-        }
-    }
+    var isWhole: Bool { [.steps, .batchSize, .accumulation, .warmup].contains(self) }
 }
 
 struct TypedNumber {

@@ -17,13 +17,10 @@ extension ModelBundle {
             guard FileManager.default.fileExists(atPath: location.path) else {
                 throw MeSPError("\(url.path) lacks \(file.path); export the bundle again.")
             }
-            let opened: Int32
-            do {
-                opened = try openRegularFile(location, O_RDONLY)
-            } catch {
-                throw MeSPError(
-                    "\(file.path) in \(url.path) cannot be read (\(error.plainSentence)); copy or export the bundle again."
-                )
+            let opened = try explaining {
+                try openRegularFile(location, O_RDONLY)
+            } as: {
+                "\(file.path) in \(url.path) cannot be read (\($0)); copy or export the bundle again."
             }
             defer { close(opened) }
             guard let status = status(of: opened), status.size == file.size else {
@@ -51,7 +48,7 @@ extension ModelBundle {
         _ file: String, kind: Int, _ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int
     ) throws {
         let (blocks, isPlain) = (manifest.blocks[kind], files == \.plainFunctions)
-        do {
+        try explaining {
             guard let data = regularFile(url.appendingPathComponent(file)) else { throw MeSPError("it cannot be read") }
             let signatures = try manifest.ranks.map {
                 try FunctionSignature(
@@ -62,10 +59,8 @@ extension ModelBundle {
             guard try MeSPBundle.checkFunctions(data, onGPU: device == .gpu && !isPlain) == signatures else {
                 throw FunctionSignature.isAnother
             }
-        } catch {
-            throw MeSPError(
-                "\(file) in \(url.path) is not a function that mesp-export writes (\(error.plainSentence)); export the bundle again."
-            )
+        } as: {
+            "\(file) in \(url.path) is not a function that mesp-export writes (\($0)); export the bundle again."
         }
     }
 }

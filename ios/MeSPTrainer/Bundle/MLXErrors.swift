@@ -16,32 +16,9 @@ package enum MLXErrors {
         /// The stream of a GPU; nil on a CPU, which reports errors before a function returns.
         let stream: MLX.Stream?
         let isRepeated: Bool
-        let failures: Failures
-        var interruption = Interruption()
-    }
-
-    private final class Interruption: @unchecked Sendable {
-        private let lock = NSLock()
-        private var first: (any Error)?
-
-        var error: (any Error)? {
-            get { lock.withLock { first } }
-            set { lock.withLock { first = first ?? newValue } }
-        }
-    }
-
-    private final class Failures: @unchecked Sendable {
-        private let lock = NSLock()
-        private var messages = [String]()
-
-        func add(_ message: String) { lock.withLock { messages.append(message) } }
-
-        func take() -> [String] {
-            lock.withLock {
-                defer { messages = [] }
-                return messages
-            }
-        }
+        let failures: Guarded<[String]>
+        /// The first error of `interrupt`.
+        let interruption = Guarded<(any Error)?>(nil)
     }
 
     @TaskLocal private static var work: Work?
@@ -52,14 +29,14 @@ package enum MLXErrors {
     package static func collect<R>(on stream: MLX.Stream? = nil, _ body: () throws -> R) throws -> R {
         if let work, work.stream == stream { return try checked(body) }
         do {
-            return try collect(stream, isRepeated: false, Failures(), body)
+            return try collect(stream, isRepeated: false, Guarded([]), body)
         } catch let failure as MLXFailure {
             throw MeSPError(failure.sentence)
         }
     }
 
     private static func collect<R>(
-        _ stream: MLX.Stream?, isRepeated: Bool, _ failures: Failures, _ body: () throws -> R
+        _ stream: MLX.Stream?, isRepeated: Bool, _ failures: Guarded<[String]>, _ body: () throws -> R
     ) throws -> R {
         try withError { errors in
             let work = Work(errors: errors, stream: stream, isRepeated: isRepeated, failures: failures)
@@ -100,16 +77,17 @@ package enum MLXErrors {
     ///
     /// A pause within a block calls it, because the formulas of a block do not throw, and iOS may refuse the GPU to the rest of the block.
     package static func interrupt(_ error: any Error) {
-        if let work, work.stream != nil, work.isRepeated { work.interruption.error = error }
+        if let work, work.stream != nil, work.isRepeated { work.interruption.withLock { $0 = $0 ?? error } }
     }
 
-    package static var isInterrupted: Bool { work?.interruption.error != nil }
+    private static var interruption: (any Error)? { work?.interruption.withLock { $0 } }
+    package static var isInterrupted: Bool { interruption != nil }
 
     /// Checks for errors without waiting for the GPU. A GPU may report an error later; see `confirm`.
     ///
     /// - Throws: `MLXFailure` if MLX has reported an error since `collect` or `repeating` began; the error of an interruption.
     package static func check() throws {
-        if let error = work?.interruption.error { throw error }
+        if let interruption { throw interruption }
         guard let work, let error = work.errors.firstError else { return }
         // Kernels may still write into the caller's arrays, so the GPU must finish before the arrays are freed.
         if let stream = work.stream { try? withError { stream.synchronize() } }
@@ -150,7 +128,7 @@ package enum MLXErrors {
                     failure.isFinal = true
                     throw failure
                 }
-                work.failures.add(failure.message)
+                work.failures.withLock { $0.append(failure.message) }
                 try attempts.wait(beforeRetry)
             }
         }
@@ -190,7 +168,12 @@ package enum MLXErrors {
     /// Evaluates `arrays` on a GPU, so that later work does not depend on unevaluated results of repeated work. Does nothing on a CPU.
     package static func evaluateOnGPU(_ arrays: [MLXArray]) { if areLate, !isInterrupted { eval(arrays) } }
 
-    package static func takeFailures() -> [String] { work?.failures.take() ?? [] }
+    package static func takeFailures() -> [String] {
+        work?.failures.withLock { failures in
+            defer { failures = [] }
+            return failures
+        } ?? []
+    }
 }
 
 /// Ends work that may not use the GPU again, not even to save.

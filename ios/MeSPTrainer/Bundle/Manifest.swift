@@ -130,11 +130,10 @@ extension Manifest {
                 "\(bundle) has bundle format \(version.format), and this build reads format \(Manifest.format); write it again with mesp-export --from BUNDLE --overwrite."
             )
         }
-        let manifest: Manifest
-        do {
-            manifest = try decoder.decode(Manifest.self, from: json)
-        } catch {
-            throw MeSPError("\(bundle)/manifest.json is damaged (\(error.plainSentence)); export the bundle again.")
+        let manifest = try explaining {
+            try decoder.decode(Manifest.self, from: json)
+        } as: {
+            "\(bundle)/manifest.json is damaged (\($0)); export the bundle again."
         }
         guard hasFunctionLayout(mlx: MLXSupport.version) || !manifest.blocks.contains(where: \.hasFunctions) else {
             throw MeSPError(

@@ -8,12 +8,7 @@ import MeSPSentences
 /// - Parameters:
 ///   - url: a file whose size is a multiple of `mappingUnit`.
 package func mappedWords(_ url: URL, size: Int, modified: Duration?, known: MLXArray? = nil) throws -> MLXArray {
-    let file: Int32
-    do {
-        file = try openRegularFile(url, O_RDONLY)
-    } catch {
-        throw MeSPError("Cannot open \(url.path): \(error.plainSentence).")
-    }
+    let file = try explaining({ try openRegularFile(url, O_RDONLY) }, as: { "Cannot open \(url.path): \($0)." })
     defer { close(file) }
     guard let now = status(of: file), now.size == size, modified == nil || now.modified == modified else {
         throw MeSPError("\(url.path) has changed since the bundle was opened; export the bundle again.")

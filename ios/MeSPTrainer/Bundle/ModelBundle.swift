@@ -239,10 +239,10 @@ package struct ModelBundle {
             mask: try entry.mask.map { try data($0, entry.tokens, width: 1) },
             labels: try entry.labels.map { try data($0, entry.examples?.count ?? 0, width: 1) },
             begin: entry.begin, packsExamples: entry.pack ?? false)
-        do {
+        try explaining {
             try stream.check(vocabulary: architecture.vocabSize)
-        } catch {
-            throw MeSPError("The \(split) data of \(folder.path) \(error.plainSentence); export it again.")
+        } as: {
+            "The \(split) data of \(folder.path) \($0); export it again."
         }
         return stream
     }

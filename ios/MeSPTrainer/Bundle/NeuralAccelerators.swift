@@ -13,7 +13,7 @@ import MeSPSentences
 package final class NeuralAccelerators: @unchecked Sendable {
     package static let current = NeuralAccelerators(
         architecture: systemArchitecture, system: ProcessInfo.processInfo.operatingSystemVersion,
-        record: supportFolder.appendingPathComponent("MeSP/neural-accelerators"))
+        record: .inSupport("neural-accelerators"))
 
     package enum State: String, Sendable {
         /// MLX does not use neural accelerators here, or the environment sets the GPU's architecture.
@@ -99,11 +99,6 @@ package final class NeuralAccelerators: @unchecked Sendable {
     private static func parts(of architecture: String) -> (generation: Int, kind: Character)? {
         guard let kind = architecture.last, let generation = Int(architecture.dropLast().suffix(2)) else { return nil }
         return (generation, kind)
-    }
-
-    private static var supportFolder: URL {
-        let files = FileManager.default
-        return files.urls(for: .applicationSupportDirectory, in: .userDomainMask).first ?? files.temporaryDirectory
     }
 
     private static var systemArchitecture: String? {

@@ -23,7 +23,10 @@ import Observation
 
     public private(set) var state = State.idle {
         didSet {
-            if !isRunning { endPauses() }
+            if !isRunning {
+                (pauseWanted, memoryIsShort) = (false, false)
+                memoryCheck?.cancel()
+            }
             monitor.isInUse = isRunning
             tellObservers()
         }
@@ -206,16 +209,15 @@ import Observation
         let gate = BoundaryGate()
         others.append(gate)
         update()
+        func end() async {
+            await gate.restBegins()
+            others.removeAll { $0 === gate }
+        }
         do { try await body(gate) } catch {
-            await end(gate)
+            await end()
             throw error
         }
-        await end(gate)
-    }
-
-    private func end(_ gate: BoundaryGate) async {
-        await gate.restBegins()
-        others.removeAll { $0 === gate }
+        await end()
     }
 
     /// Pauses the run at the next block, until `resume()` is called. If no run is in progress, pauses the next run.
@@ -251,11 +253,6 @@ import Observation
             memoryIsShort = false
             update()
         }
-    }
-
-    private func endPauses() {
-        (pauseWanted, memoryIsShort) = (false, false)
-        memoryCheck?.cancel()
     }
 
     /// Whether the phone has the additional memory that a step needs; true if this is unknown.

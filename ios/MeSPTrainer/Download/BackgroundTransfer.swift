@@ -78,7 +78,11 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
     private func task(for requested: RequestedFile, _ name: String) async -> (URLSessionDownloadTask, Bool) {
         for task in await findTasksOfBefore()
         where task.taskDescription == name && (task.state == .running || task.state == .suspended) {
-            if let task = task as? URLSessionDownloadTask, Self.isFor(requested, task) { return (task, true) }
+            if let task = task as? URLSessionDownloadTask, let begun = task.originalRequest,
+                begun.url == requested.request.url, begun.usesAnyNetwork == requested.request.usesAnyNetwork
+            {
+                return (task, true)
+            }
             task.cancel()  // a task for another commit or other networks
         }
         let resumeFile = requested.file.appendingPathExtension(Self.resume)
@@ -95,11 +99,6 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         let task = resumed ?? session.downloadTask(with: requested.request)
         task.taskDescription = name
         return (task, resumed != nil)
-    }
-
-    private static func isFor(_ requested: RequestedFile, _ task: URLSessionTask) -> Bool {
-        task.originalRequest?.url == requested.request.url
-            && task.originalRequest?.usesAnyNetwork == requested.request.usesAnyNetwork
     }
 
     /// Returns the tasks that earlier processes began. The system is asked only once.

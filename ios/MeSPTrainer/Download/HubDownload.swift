@@ -49,7 +49,8 @@ public struct HubDownload: Sendable {
     package func fetchOffer() async throws -> Offer {
         do {
             do {
-                let (json, answer) = try await read("manifest.json", of: "main", limit: Manifest.largestSize)
+                let (json, answer) = try await read(
+                    "manifest.json", at: url("manifest.json", of: "main"), limit: Manifest.largestSize)
                 let commit = answer.value(forHTTPHeaderField: "X-Repo-Commit").flatMap { Offer.isCommit($0) ? $0 : nil }
                 return try Offer(repository: repository, json: json, commit: commit)
             } catch is FileNotFound {
@@ -74,7 +75,7 @@ public struct HubDownload: Sendable {
             guard file.size <= Self.largestText else {
                 throw MeSPError("\(path) of \(repository) is longer than it may be.")
             }
-            let data = try await read(path, of: list.commit, limit: file.size).data
+            let data = try await read(path, at: url(path, of: list.commit), limit: file.size).data
             guard data.count == file.size else { throw isTooShort(path) }
             return data
         }
@@ -122,12 +123,6 @@ public struct HubDownload: Sendable {
         }
         try Offer.check(files, commit: list.sha, of: repository)
         return (list.sha, files)
-    }
-
-    private func read(_ path: String, of commit: String, limit: Int) async throws -> (
-        data: Data, answer: HTTPURLResponse
-    ) {
-        try await read(path, at: url(path, of: commit), limit: limit)
     }
 
     private func read(_ path: String, at url: URL, limit: Int) async throws -> (data: Data, answer: HTTPURLResponse) {

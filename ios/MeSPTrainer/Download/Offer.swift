@@ -90,10 +90,10 @@ extension HubDownload {
             text.allSatisfy { $0.isASCII && $0.isHexDigit }
         }
 
-        private enum Key: String, CodingKey { case repository, json, commit, model }
+        private enum CodingKeys: CodingKey { case repository, json, commit, model }
 
         public init(from decoder: any Decoder) throws {
-            let container = try decoder.container(keyedBy: Key.self)
+            let container = try decoder.container(keyedBy: CodingKeys.self)
             let repository = try container.decode(String.self, forKey: .repository)
             if let model = try container.decodeIfPresent(Model.self, forKey: .model) {
                 try self.init(repository: repository, model: model)
@@ -102,14 +102,6 @@ extension HubDownload {
                     repository: repository, json: container.decode(Data.self, forKey: .json),
                     commit: container.decodeIfPresent(String.self, forKey: .commit))
             }
-        }
-
-        public func encode(to encoder: any Encoder) throws {
-            var container = encoder.container(keyedBy: Key.self)
-            try container.encode(repository, forKey: .repository)
-            try container.encodeIfPresent(model, forKey: .model)
-            try container.encodeIfPresent(json, forKey: .json)
-            try container.encodeIfPresent(commit, forKey: .commit)
         }
     }
 }

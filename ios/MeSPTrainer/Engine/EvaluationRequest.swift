@@ -26,11 +26,10 @@ enum EvaluationRequest: Decodable, Sendable {
     }
 
     init(line: String, number: Int) throws {
-        let decoder = JSONDecoder.snakeCase
-        do {
-            self = try decoder.decode(EvaluationRequest.self, from: Data(line.utf8))
-        } catch {
-            throw MeSPError("Request \(number) is not valid: \(error.plainSentence).")
+        self = try explaining {
+            try JSONDecoder.snakeCase.decode(EvaluationRequest.self, from: Data(line.utf8))
+        } as: {
+            "Request \(number) is not valid: \($0)."
         }
     }
 

@@ -26,7 +26,7 @@ struct FederationSettings: Decodable {
         let node = try SuperNode(
             server: server, folder: URL(fileURLWithPath: folder),
             mostBytes: FederatedRun.mostBytes(URL(fileURLWithPath: bundle)))
-        let outcome = Outcome()
+        let outcome = Guarded<Result<Void, any Error>?>(nil)
         let task = Task.detached {
             do {
                 try await node.run(report: tell) { question in
@@ -34,17 +34,17 @@ struct FederationSettings: Decodable {
                         MLXWork.start("round") { continuation.resume(with: Result { try answer(question) }) }
                     }
                 }
-                outcome.end = .success(())
+                outcome.withLock { $0 = .success(()) }
             } catch {
-                outcome.end = .failure(error)
+                outcome.withLock { $0 = .failure(error) }
             }
         }
-        while outcome.end == nil {
+        while outcome.withLock({ $0 }) == nil {
             // On Linux, a semaphore's timeout would depend on the wall clock.
             usleep(200_000)
             if stopRequested != 0 { task.cancel() }
         }
-        do { try outcome.end?.get() } catch is CancellationError {}
+        do { try outcome.withLock { $0 }?.get() } catch is CancellationError {}
         try print("end", [String: String]())
     }
 
@@ -86,15 +86,5 @@ struct FederationSettings: Decodable {
         } catch {
             stopRequested = 1  // without a reader the node ends
         }
-    }
-}
-
-private final class Outcome: @unchecked Sendable {
-    private let lock = NSLock()
-    private var lockedEnd: Result<Void, any Error>?
-
-    var end: Result<Void, any Error>? {
-        get { lock.withLock { lockedEnd } }
-        set { lock.withLock { lockedEnd = newValue } }
     }
 }

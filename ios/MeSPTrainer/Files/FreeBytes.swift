@@ -13,6 +13,14 @@ extension URL {
     }
 }
 
+extension URL {
+    /// Returns a place in the folder `MeSP` of the Application Support folder.
+    package static func inSupport(_ path: String) -> URL {
+        let support = FileManager.default.urls(for: .applicationSupportDirectory, in: .userDomainMask).first
+        return (support ?? FileManager.default.temporaryDirectory).appendingPathComponent("MeSP/\(path)")
+    }
+}
+
 extension Int {
     package var megabytes: String { megabytes(.toNearestOrEven) }
 

@@ -15,11 +15,12 @@ package enum JSONValue: Codable, Sendable, Hashable {
     /// The maximum depth that a decoder reads. Each level takes stack space.
     private static let levels = 16
 
-    private struct Key: CodingKey {
-        let stringValue: String
-        let intValue: Int? = nil
-        init(stringValue: String) { self.stringValue = stringValue }
-        init?(intValue: Int) { return nil }
+    /// Any key of an object.
+    package struct Key: CodingKey {
+        package let stringValue: String
+        package let intValue: Int? = nil
+        package init(stringValue: String) { self.stringValue = stringValue }
+        package init?(intValue: Int) { return nil }
     }
 
     package init(from decoder: any Decoder) throws {

@@ -62,7 +62,7 @@ extension ConfigJSON {
                 return .string(isFull ? "full_attention" : "sliding_attention")
             }
         var hasRoPE = Array(repeating: true, count: count)
-        if family.hasNoRoPELayers {
+        if family.hasNoRopeLayers {
             if let listed = try list("no_rope_layers") {
                 hasRoPE = listed.map(\.isTruthy)
             } else {

@@ -11,7 +11,7 @@ extension ModelImport {
     struct SourcedArray {
         let array: Manifest.PackedArray
         let tensor: SourceTensor
-        let conversion: Conversion?
+        let convert: ((UnsafeRawBufferPointer) -> [UInt8])?
     }
 
     /// Writes the bundle.
@@ -70,7 +70,11 @@ extension ModelImport {
             let json = Data(JSONValue.object(entry).json.utf8)
             _ = try Manifest.read(json, of: bundle.lastPathComponent)
             try writeWhole(partial.appendingPathComponent("manifest.json")) { try $0.write(contentsOf: json) }
-            try finish(partial, bundle)
+            unlink(partial.appendingPathComponent(".lock").path)
+            for folder in [partial.appendingPathComponent("blocks"), partial] {
+                guard synchronize(folder: folder) == 0 else { throw MeSPError("\(lastError())") }
+            }
+            try replace(bundle, with: partial)
         }
     }
 
@@ -84,14 +88,6 @@ extension ModelImport {
             rename(bundle.appendingPathComponent(file).path, partial.appendingPathComponent(file).path)
         }
         try replace(partial.appendingPathComponent("replaced"), with: bundle)
-    }
-
-    private func finish(_ partial: URL, _ bundle: URL) throws {
-        unlink(partial.appendingPathComponent(".lock").path)
-        for folder in [partial.appendingPathComponent("blocks"), partial] {
-            guard synchronize(folder: folder) == 0 else { throw MeSPError("\(lastError())") }
-        }
-        try replace(bundle, with: partial)
     }
 
     private static func size(_ url: URL) -> Int? {
@@ -144,20 +140,22 @@ extension ModelImport {
     private func array(_ array: Manifest.PackedArray, _ name: String) throws -> SourcedArray {
         if array.name.hasSuffix("scales") || array.name.hasSuffix("biases") || array.dtype == .uint32 {
             let stem = String(name[..<(name.lastIndex(of: ".") ?? name.endIndex)])
-            guard !source.isStoredUnquantized(stem) else { throw notQuantized(stem) }
+            guard source.tensors["\(stem).weight"] == nil || source.tensors["\(stem).scales"] != nil else {
+                throw notQuantized(stem)
+            }
             try source.checkBiases(of: stem, quantizations.inFiles(stem))
             if array.dtype == .uint32, try quantizations.inFiles(stem).isOneBit {
                 let tensor = try source.tensor(name, [array.shape[0], array.shape[1] / 2])
-                return SourcedArray(array: array, tensor: tensor, conversion: .to2Bits)
+                return SourcedArray(array: array, tensor: tensor, convert: packedIn2Bits)
             }
         }
         let tensor = try source.tensor(name, array.shape)
-        guard array.dtype == .float32 else { return SourcedArray(array: array, tensor: tensor, conversion: nil) }
+        guard array.dtype == .float32 else { return SourcedArray(array: array, tensor: tensor, convert: nil) }
         var conversion = NumberConversion(from: tensor.type)
         if Self.isNorm(name) { conversion.offset = family.normOffset }
         if array.name == "norm" { conversion.divisor = divisor }
         return SourcedArray(
-            array: array, tensor: tensor, conversion: conversion.isIdentity ? nil : .numbers(conversion))
+            array: array, tensor: tensor, convert: conversion.isIdentity ? nil : conversion.convert)
     }
 
     static func isNorm(_ tensor: String) -> Bool { tensor.hasSuffix("norm.weight") }
@@ -217,7 +215,7 @@ extension ModelImport {
         for each in try arrays(of: file) {
             try pad(to: 4 * each.array.offset)
             try each.tensor.read { bytes in
-                try append(each.conversion.map { $0.convert(bytes) } ?? Array(bytes))
+                try append(each.convert?(bytes) ?? Array(bytes))
             }
         }
         try pad(to: 4 * file.words)

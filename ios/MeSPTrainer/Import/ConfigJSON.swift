@@ -60,10 +60,8 @@ struct ConfigJSON {
 
     // MARK: - Values
 
-    func value(_ key: String) throws -> JSONValue { try value(key, of: fields) }
-
-    func value(_ key: String, of fields: [String: JSONValue]) throws -> JSONValue {
-        guard let value = fields[key] else { throw lacks(key) }
+    func value(_ key: String, of given: [String: JSONValue]? = nil) throws -> JSONValue {
+        guard let value = (given ?? fields)[key] else { throw lacks(key) }
         return value
     }
 
@@ -77,10 +75,8 @@ struct ConfigJSON {
         return count
     }
 
-    func positive(_ key: String) throws -> Double { try positive(key, of: fields) }
-
-    func positive(_ key: String, of fields: [String: JSONValue]) throws -> Double {
-        guard let number = try value(key, of: fields).double, Bounds.numbers.contains(number) else {
+    func positive(_ key: String, of given: [String: JSONValue]? = nil) throws -> Double {
+        guard let number = try value(key, of: given).double, Bounds.numbers.contains(number) else {
             throw unusable("\(key)")
         }
         return number

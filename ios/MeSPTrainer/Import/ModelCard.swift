@@ -7,10 +7,9 @@ struct ModelCard {
     private(set) var licenseName: String?
     private(set) var licenseLink: String?
 
-    init() {}
-
-    /// Reads the licence of a card. Only values on a single line are read.
-    init(_ text: String) {
+    /// Reads the licence of a card in UTF-8; nil for no card. Only values on a single line are read.
+    init(_ card: Data?) {
+        let text = card.flatMap { String(data: $0, encoding: .utf8) } ?? ""
         let lines = text.trimmingPrefix(while: \.isWhitespace).split(whereSeparator: \.isNewline)
         guard lines.first?.trimmingCharacters(in: .whitespaces) == "---" else { return }
         for line in lines.dropFirst() {

@@ -46,9 +46,13 @@ package struct ModelImport: Sendable {
         guard id.isPrintable else {
             throw MeSPError("\(model.path) has characters in its name that cannot be shown; rename it.")
         }
-        let card = try Self.text(Self.place(of: "README.md", in: model)).map(ModelCard.init) ?? ModelCard()
+        let readme = try Self.place(of: "README.md", in: model)
+        let card = ModelCard(shortFile(readme, longest: Bounds.jsonBytes, followsLinks: true))
         let names = try FileManager.default.contentsOfDirectory(atPath: model.path).sorted()
-        try Self.checkTokenizer(names, id)
+        let others = ["tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model", "vocab.json"]
+        guard names.contains("tokenizer.json") || !names.contains(where: others.contains) else {
+            throw MeSPError("\(id) has no tokenizer.json, which only mesp-export can write; take a model that has one.")
+        }
         let described = try Description(fields, id: id, source: model.path)
         let source = try described.readTensors(model)
         self.source = source
@@ -70,8 +74,8 @@ package struct ModelImport: Sendable {
         }
         self.notices = notices
         let files = source.files.map { "\($0.url.lastPathComponent) \($0.size) \($0.modified)" }
-        let others = try copied.map { "\($0) \(sha256(try Self.contents($0, in: model)))" }
-        let parts = [JSONValue.object(entry).json, config.json, try source.sample()] + files + others
+        let copies = try copied.map { "\($0) \(sha256(try Self.contents($0, in: model)))" }
+        let parts = [JSONValue.object(entry).json, config.json, try source.sample()] + files + copies
         identity = sha256(Data(parts.joined(separator: "\n").utf8))
         for weights in manifest.weightFiles { _ = try arrays(of: weights) }
     }
@@ -87,11 +91,10 @@ package struct ModelImport: Sendable {
             throw MeSPError("config.json of \(id) cannot be read as a JSON object.")
         }
         let described = try Description(fields, id: id, source: id)
-        let card = card.flatMap { String(data: $0, encoding: .utf8) }.map(ModelCard.init) ?? ModelCard()
         // The weight files, which are not there yet, may hold another type.
         let type = described.config["torch_dtype"].string ?? described.config["dtype"].string ?? ""
         let made = try described.entry(
-            isTied: described.isTied, card.fields(id: id, revision: revision),
+            isTied: described.isTied, ModelCard(card).fields(id: id, revision: revision),
             type.hasSuffix("float16") ? .bfloat16 : .float32)
         return try Manifest.read(Data(JSONValue.object(made).json.utf8), of: id)
     }
@@ -104,18 +107,6 @@ package struct ModelImport: Sendable {
             others.contains($0) || PlainFamilies.tokenizerFiles.contains($0) || Manifest.isTerms($0)
         }
         return kept + (whole.isEmpty ? weights : whole)
-    }
-
-    private static func text(_ url: URL) -> String? {
-        shortFile(url, longest: Bounds.jsonBytes, followsLinks: true).flatMap { String(data: $0, encoding: .utf8) }
-    }
-
-    private static func checkTokenizer(_ names: [String], _ model: String) throws {
-        let others = ["tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model", "vocab.json"]
-        guard names.contains("tokenizer.json") || !names.contains(where: others.contains) else {
-            throw MeSPError(
-                "\(model) has no tokenizer.json, which only mesp-export can write; take a model that has one.")
-        }
     }
 
     private struct Description {
@@ -136,10 +127,6 @@ package struct ModelImport: Sendable {
 
         var isTied: Bool { config["tie_word_embeddings"] == .bool(true) }
 
-        private func architecture(isTied: Bool) throws -> (entry: JSONValue, architecture: Architecture) {
-            try config.architecture(length: lengths.max() ?? 1, isTied: isTied)
-        }
-
         func readTensors(_ folder: URL) throws -> SourceTensors {
             let architecture = try config.architecture(length: lengths.max() ?? 1).architecture
             var names: Set = ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"]
@@ -157,7 +144,7 @@ package struct ModelImport: Sendable {
         func entry(
             isTied: Bool, _ model: [String: JSONValue], _ stored: ElementType
         ) throws -> [String: JSONValue] {
-            let (described, architecture) = try architecture(isTied: isTied)
+            let (described, architecture) = try config.architecture(length: lengths.max() ?? 1, isTied: isTied)
             let hasDivisor = described.object?["logits_scaling"]?.double ?? 1 != 1
             func dtype(_ tensor: String) -> ElementType {
                 let isChanged = ModelImport.isNorm(tensor) && config.family.normOffset != 0

@@ -18,20 +18,8 @@ func float32(ofFloat16 bits: UInt16) -> Float {
     }
 }
 
-enum Conversion {
-    case numbers(NumberConversion)
-    case to2Bits
-
-    func convert(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
-        switch self {
-        case .numbers(let conversion): conversion.convert(bytes)
-        case .to2Bits: packedIn2Bits(bytes)
-        }
-    }
-}
-
 /// Converts packed 1-bit codes into packed 2-bit codes. The lowest bits come first.
-private func packedIn2Bits(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
+func packedIn2Bits(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
     [UInt8](unsafeUninitializedCapacity: 2 * bytes.count) { made, length in
         for (index, byte) in bytes.enumerated() {
             var wide = UInt16(byte)
@@ -47,14 +35,14 @@ private func packedIn2Bits(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
 
 /// A conversion of numbers to float32: (x + offset) / divisor.
 struct NumberConversion {
-    let from: TensorType
+    let from: ElementType
     var offset: Float = 0
     var divisor: Float = 1
 
     var isIdentity: Bool { from == .float32 && offset == 0 && divisor == 1 }
 
     func convert(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
-        let count = bytes.count / from.size
+        let count = bytes.count / from.dtype.size
         return [UInt8](unsafeUninitializedCapacity: 4 * count) { made, length in
             for index in 0..<count {
                 let bits = ((number(bytes, index) + offset) / divisor).bitPattern.littleEndian
@@ -71,7 +59,7 @@ struct NumberConversion {
         return switch from {
         case .float16: float32(ofFloat16: half())
         case .bfloat16: Float(bitPattern: UInt32(half()) << 16)
-        case .float32, .uint32, .uint8:
+        default:
             Float(
                 bitPattern: UInt32(littleEndian: bytes.loadUnaligned(fromByteOffset: 4 * index, as: UInt32.self)))
         }

@@ -1,7 +1,8 @@
+import Foundation
 import MeSPFiles
 
 /// The properties of a supported `model_type`. Each block has attention and one MLP, and `config.json` describes the blocks completely.
-struct PlainFamily: Sendable {
+struct PlainFamily: Decodable, Sendable {
     /// The linear layers of attention, in the manifest's format: pairs of a name and a list of projections. `mlp` has the same format.
     let attention: JSONValue
     let mlp: JSONValue
@@ -24,31 +25,13 @@ struct PlainFamily: Sendable {
     let activation: String
     /// The distance between layers with full attention, for a config.json that does not give it; nil if no layer has full attention.
     let fullEvery: Double?
-    let hasNoRoPELayers: Bool
+    let hasNoRopeLayers: Bool
     /// The kind of the embedding's scale: `one`; `root`, the square root of the hidden size; or `rounded_root`, that root rounded to bfloat16.
     let embeddingFactor: String
     /// The keys of `PlainFamilies.variants` that the family supports, or `partial_rotary_factor` in every RoPE.
     let takes: Set<String>
     /// Values that the class sets, whatever config.json says.
     let fixed: [String: JSONValue]
-
-    init?(_ entry: JSONValue) {
-        guard case .object(let fields) = entry, let attention = fields["attention"], let mlp = fields["mlp"],
-            let mlxPrefix = fields["mlx_prefix"]?.string, let hfPrefix = fields["hf_prefix"]?.string,
-            let activation = fields["activation"]?.string, let factor = fields["embedding_factor"]?.string,
-            let offset = fields["norm_offset"]?.double
-        else { return nil }
-        func flag(_ key: String) -> Bool { fields[key] == .bool(true) }
-        func names(_ key: String) -> [String] { fields[key]?.array?.compactMap(\.string) ?? [] }
-        (self.attention, self.mlp, biases) = (attention, mlp, names("biases"))
-        (qkNorm, postNorms, normOffset) = (flag("qk_norm"), flag("post_norms"), Float(offset))
-        self.names = fields["names"]?.fields?.compactMapValues(\.string) ?? [:]
-        (texts, mlxType, mlxTies) = (names("texts"), fields["mlx_type"]?.string, flag("mlx_ties"))
-        (self.mlxPrefix, self.hfPrefix, self.activation) = (mlxPrefix, hfPrefix, activation)
-        (fullEvery, hasNoRoPELayers) = (fields["full_every"]?.double, flag("has_no_rope_layers"))
-        (embeddingFactor, takes) = (factor, Set(names("takes")))
-        if case .object(let values) = fields["fixed"] { fixed = values } else { fixed = [:] }
-    }
 
     func embeddingScale(hidden: Int) -> Double {
         let root = Double(hidden).squareRoot()
@@ -66,7 +49,9 @@ struct PlainFamily: Sendable {
 
 /// Tables about model families, generated from `mesp.models`.
 enum PlainFamilies {
-    static let families = object("families").compactMapValues(PlainFamily.init)
+    static let families = object("families").compactMapValues {
+        try? JSONDecoder.snakeCase.decode(PlainFamily.self, from: Data($0.json.utf8))
+    }
     /// The `model_type`s of all families that the exporter supports.
     static let names = strings("names")
     /// The unsupported `model_type`s -> the part of the model that the trainer lacks.

@@ -7,42 +7,22 @@ import MeSPSentences
     import CryptoKit
 #endif
 
-enum TensorType: String {
-    case float32 = "F32"
-    case float16 = "F16"
-    case bfloat16 = "BF16"
-    case uint32 = "U32"
-    case uint8 = "U8"
-
-    var element: ElementType {
-        switch self {
-        case .float32: .float32
-        case .float16: .float16
-        case .bfloat16: .bfloat16
-        case .uint32: .uint32
-        case .uint8: .uint8
-        }
-    }
-
-    static let all = [float32, float16, bfloat16, uint32, uint8]
-    static let floats = [float32, float16, bfloat16]
-
-    var size: Int {
-        switch self {
-        case .float32, .uint32: 4
-        case .float16, .bfloat16: 2
-        case .uint8: 1
-        }
-    }
+extension ElementType {
+    /// The codes of the element types that a model's files may have.
+    fileprivate static let codes: KeyValuePairs<String, ElementType> = [
+        "F32": .float32, "F16": .float16, "BF16": .bfloat16, "U32": .uint32, "U8": .uint8,
+    ]
+    fileprivate static let floats: [ElementType] = [.float32, .float16, .bfloat16]
+    fileprivate var code: String { Self.codes.first { $0.value == self }?.key ?? rawValue }
 }
 
 struct SourceTensor: Equatable {
     let file: URL
     let offset: Int
-    let type: TensorType
+    let type: ElementType
     let shape: [Int]
 
-    var size: Int { shape.reduce(type.size, *) }
+    var size: Int { shape.reduce(type.dtype.size, *) }
 
     /// Calls `body` with the first `count` bytes of the tensor, or with all, in pieces of at most 1 MiB.
     func read(_ count: Int = .max, _ body: (UnsafeRawBufferPointer) throws -> Void) throws {
@@ -56,7 +36,7 @@ struct SourceTensor: Equatable {
             let count = pread(opened, piece.baseAddress, min(piece.count, end - place), off_t(place))
             guard count > 0 else { throw MeSPError(count < 0 ? lastError() : "it became shorter") }
             // A piece ends at the end of a number.
-            let whole = count - count % type.size
+            let whole = count - count % type.dtype.size
             guard whole > 0 else { throw MeSPError("it became shorter") }
             try body(UnsafeRawBufferPointer(rebasing: piece[..<whole]))
             place += whole
@@ -133,12 +113,8 @@ struct SourceTensors {
     /// The smallest type that holds all scales, biases and vectors exactly; bfloat16 without affine scales.
     var dtype: ElementType {
         guard tensors.keys.contains(where: { $0.hasSuffix(".scales") }) else { return .bfloat16 }
-        let types = Set(tensors.values.map(\.type).filter(TensorType.floats.contains))
-        return types.count == 1 ? types.first?.element ?? .float32 : .float32
-    }
-
-    func isStoredUnquantized(_ name: String) -> Bool {
-        tensors[name + ".weight"] != nil && tensors[name + ".scales"] == nil
+        let types = Set(tensors.values.map(\.type).filter(ElementType.floats.contains))
+        return types.count == 1 ? types.first ?? .float32 : .float32
     }
 
     // MARK: - Files
@@ -159,7 +135,7 @@ struct SourceTensors {
         }
         let entries = try? readObject(index)["weight_map"]?.object?.values.map(\.string)
         let names = Set((entries ?? []).map { $0 ?? "" })
-        guard !names.isEmpty, names.allSatisfy(isName) else {
+        guard !names.isEmpty, names.allSatisfy({ leadsDown($0) && !$0.contains("/") }) else {
             throw MeSPError("\(index.path) cannot be read; download the model again.")
         }
         for name in names.sorted() where !exists(name) {
@@ -168,16 +144,12 @@ struct SourceTensors {
         return names.sorted().map(url)
     }
 
-    private static func isName(_ name: String) -> Bool {
-        !["", ".", ".."].contains(name) && !name.contains("/") && !name.contains("\0")
-    }
-
     private mutating func add(_ file: URL, _ config: ConfigJSON, _ known: Set<String>) throws {
         let damaged = MeSPError("The weights \(file.path) are truncated or damaged; download the model again.")
-        let opened: Int32
-        do { opened = try openRegularFile(file, O_RDONLY, followsLinks: true) } catch {
-            throw MeSPError(
-                "The weights \(file.path) cannot be read (\(error.plainSentence)); download the model again.")
+        let opened = try explaining {
+            try openRegularFile(file, O_RDONLY, followsLinks: true)
+        } as: {
+            "The weights \(file.path) cannot be read (\($0)); download the model again."
         }
         let handle = FileHandle(fileDescriptor: opened, closeOnDealloc: true)
         guard let status = status(of: opened), let first = try? handle.read(upToCount: 8), first.count == 8 else {
@@ -191,16 +163,16 @@ struct SourceTensors {
         files.append((file, status.size, status.modified))
         for (key, entry) in entries.sorted(by: { $0.key < $1.key }) where key != "__metadata__" {
             let name = JSONValue.escaped(key)  // messages contain the name
-            guard !TensorNames.changesNothing(name) else { continue }
+            guard !PlainFamilies.buffers.contains(where: name.hasSuffix) else { continue }
             guard let here = TensorNames.here(name, config.family) else {
                 leftOut += 1
                 continue
             }
             try checkIsKnown(here, name, config, known)
             guard let code = entry.object?["dtype"]?.string else { throw damaged }
-            guard let type = TensorType(rawValue: code) else {
+            guard let type = ElementType.codes.first(where: { $0.key == code })?.value else {
                 throw MeSPError(
-                    "\(name) in \(folder.path) is of type \(code), which is not supported; take a model of one of \(TensorType.all.map(\.rawValue).joined(separator: ", "))."
+                    "\(name) in \(folder.path) is of type \(code), which is not supported; take a model of one of \(ElementType.codes.map(\.key).joined(separator: ", "))."
                 )
             }
             guard
@@ -214,7 +186,7 @@ struct SourceTensors {
     }
 
     private static func tensor(
-        _ entry: JSONValue, _ type: TensorType, _ file: URL, start: Int, count: Int
+        _ entry: JSONValue, _ type: ElementType, _ file: URL, start: Int, count: Int
     ) -> SourceTensor? {
         func numbers(_ key: String) -> [Int]? {
             guard let values = entry.object?[key]?.array else { return nil }
@@ -223,7 +195,7 @@ struct SourceTensors {
         }
         guard let shape = numbers("shape"), let ends = numbers("data_offsets"), ends.count == 2, ends[0] <= ends[1]
         else { return nil }
-        var size = type.size
+        var size = type.dtype.size
         for dimension in shape {
             let (product, overflows) = size.multipliedReportingOverflow(by: dimension)
             guard !overflows else { return nil }
@@ -274,13 +246,13 @@ struct SourceTensors {
     private func checkTypes() throws {
         for (name, tensor) in tensors.sorted(by: { $0.key < $1.key }) {
             let (stem, part) = Self.parts(name)
-            let allowed: [TensorType] =
+            let allowed: [ElementType] =
                 if part == "weight", tensors["\(stem).scales"] != nil {
                     [.uint32]
-                } else if part == "scales", tensors["\(stem).biases"] == nil { [.uint8] } else { TensorType.floats }
+                } else if part == "scales", tensors["\(stem).biases"] == nil { [.uint8] } else { ElementType.floats }
             guard allowed.contains(tensor.type) else {
-                let names = allowed.map(\.rawValue).joined(separator: " or ")
-                throw doNotFit("\(name) is of type \(tensor.type.rawValue), not \(names)")
+                let names = allowed.map(\.code).joined(separator: " or ")
+                throw doNotFit("\(name) is of type \(tensor.type.code), not \(names)")
             }
         }
     }

@@ -18,6 +18,4 @@ enum TensorNames {
         }
         return name
     }
-
-    static func changesNothing(_ name: String) -> Bool { PlainFamilies.buffers.contains(where: name.hasSuffix) }
 }

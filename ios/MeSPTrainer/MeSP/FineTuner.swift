@@ -44,10 +44,6 @@ public final class FineTuner: Sendable {
     /// Whether this device can train. The iOS simulator cannot.
     public static var isSupported: Bool { MLXSupport.refusal == nil }
 
-    static func checkIsSupported() throws {
-        if let refusal = MLXSupport.refusal { throw FineTuningError(refusal, .unsupportedDevice) }
-    }
-
     /// Opens a bundle.
     ///
     /// - Parameters:
@@ -69,7 +65,7 @@ public final class FineTuner: Sendable {
         manifest = try FineTuningError.describing(else: .damaged(bundle)) {
             try ModelBundle(url: bundle, checksums: false).manifest
         }
-        self.folder = folder ?? Self.folder(of: bundle)
+        self.folder = folder ?? .inSupport(bundle.deletingPathExtension().lastPathComponent)
         runs = RunFolders(folder: self.folder, weights: manifest.weightsDigest)
         self.controller = await controller()
     }
@@ -84,15 +80,6 @@ public final class FineTuner: Sendable {
 
     static let busy: Sentence = "A run is in progress; stop it first."
     static var isBusy: Bool { turn.isTaken }
-
-    private static func folder(of bundle: URL) -> URL {
-        inSupport(bundle.deletingPathExtension().lastPathComponent)
-    }
-
-    static func inSupport(_ path: String) -> URL {
-        let support = FileManager.default.urls(for: .applicationSupportDirectory, in: .userDomainMask).first
-        return (support ?? FileManager.default.temporaryDirectory).appendingPathComponent("MeSP/\(path)")
-    }
 
     // MARK: - Training
 
@@ -158,9 +145,7 @@ public final class FineTuner: Sendable {
     private func write(
         _ source: TextData.Source, _ options: TrainingOptions, _ settings: inout RunSettings, in output: URL
     ) throws -> DataNotices {
-        do { try makeFolder(output) } catch {
-            throw MeSPError("Cannot make the folder \(output.path): \(error.plainSentence).")
-        }
+        try explaining({ try makeFolder(output) }, as: { "Cannot make the folder \(output.path): \($0)." })
         // New files inherit the policy.
         StoragePolicy.state.apply(to: folder)
         let tokens = output.appendingPathComponent(TextData.folderName)
@@ -169,9 +154,9 @@ public final class FineTuner: Sendable {
         if let initial = options.initialAdapters {
             // The run keeps a copy of the initial adapters. A run that is continued before its first saved state reads them again.
             let copy = output.appendingPathComponent(RunFolders.initialAdapters)
-            do { try FileManager.default.copyItem(at: initial, to: copy) } catch {
-                throw MeSPError("Cannot read the adapters in \(initial.path): \(error.plainSentence).")
-            }
+            try explaining(
+                { try FileManager.default.copyItem(at: initial, to: copy) },
+                as: { "Cannot read the adapters in \(initial.path): \($0)." })
             settings.adapters = copy.path
         }
         if let limit = options.maxForgetting, let general = TextData.generalText {

@@ -34,8 +34,8 @@ extension FineTuner {
         controller: @autoclosure @escaping @MainActor @Sendable () -> RunController,
         progress: @escaping @Sendable (Double) -> Void = { _ in }
     ) async throws {
-        try Self.checkIsSupported()
-        let bundle = bundle ?? Self.bundle(of: model)
+        if let refusal = MLXSupport.refusal { throw FineTuningError(refusal, .unsupportedDevice) }
+        let bundle = bundle ?? .inSupport("Models/\(model.resolvingSymlinksInPath().lastPathComponent).mesp")
         let work = Task.detached {
             try FineTuningError.describing {
                 try Self.importing.withLock { try Self.write(Self.modelImport(model), to: bundle, progress) }
@@ -68,16 +68,10 @@ extension FineTuner {
         let folder = bundle.deletingLastPathComponent()
         // A run reads its blocks from the bundle.
         if isBusy, FileManager.default.fileExists(atPath: bundle.path) { throw MeSPError(busy, .busy) }
-        do { try makeFolder(folder) } catch {
-            throw MeSPError("Cannot make the folder \(folder.path): \(error.plainSentence).")
-        }
+        try explaining({ try makeFolder(folder) }, as: { "Cannot make the folder \(folder.path): \($0)." })
         try model.write(to: bundle, replaces: true) { bytes, _ in
             try Task.checkCancellation()
             progress(Double(bytes) / Double(model.size))
         }
-    }
-
-    private static func bundle(of model: URL) -> URL {
-        inSupport("Models/\(model.resolvingSymlinksInPath().lastPathComponent).mesp")
     }
 }

@@ -84,16 +84,6 @@ struct MarkedConversation {
     }
 }
 
-extension Unicode.Scalar {
-    var isPrinted: Bool {
-        switch properties.generalCategory {
-        case .control, .format, .surrogate, .privateUse, .unassigned, .lineSeparator, .paragraphSeparator: false
-        case .spaceSeparator: self == " "
-        default: true
-        }
-    }
-}
-
 extension Conversation {
     enum TextKind: Sendable { case content, thought, call, argument }
 

@@ -44,7 +44,10 @@ extension Fields {
             throw MeSPError("a message has \"function_call\", which is not read; write it as \"tool_calls\".")
         }
         var message = Conversation.Message(role: role, content: "", isTrained: isTrained)
-        message.toolCalls = try fields["tool_calls"].map { try calls($0) } ?? []
+        if let calls = fields["tool_calls"] {
+            guard let list = calls.array else { throw MeSPError("\"tool_calls\" is not a list; make it one.") }
+            message.toolCalls = try list.map { try call($0) }
+        }
         if let content = fields["content"] {
             message.content = try text(of: content)
         } else if message.toolCalls.isEmpty || role != "assistant" {
@@ -96,11 +99,6 @@ extension Fields {
     }
 
     // MARK: - Tools
-
-    private mutating func calls(_ value: JSONValue) throws -> [Conversation.ToolCall] {
-        guard let list = value.array else { throw MeSPError("\"tool_calls\" is not a list; make it one.") }
-        return try list.map { try call($0) }
-    }
 
     /// Its fields may be within `function`.
     mutating func call(_ value: JSONValue) throws -> Conversation.ToolCall {
