@@ -2,6 +2,7 @@ import Foundation
 import MeSP
 import MeSPBundle
 import MeSPCore
+import MeSPFiles
 import MeSPSentences
 
 extension DocumentsFolder {

@@ -1,6 +1,7 @@
 import Foundation
 import MeSPControl
 import MeSPCore
+import MeSPFiles
 import MeSPSelfCheck
 import MeSPSentences
 import Observation

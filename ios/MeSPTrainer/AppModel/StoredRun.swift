@@ -1,5 +1,6 @@
 import Foundation
 import MeSPCore
+import MeSPFiles
 import MeSPSentences
 
 public struct StoredRun: Identifiable, Sendable {

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPFiles
 import MeSPSentences
 
 /// Collects the errors that MLX reports during work, and repeats failed work.

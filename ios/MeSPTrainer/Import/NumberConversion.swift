@@ -1,3 +1,5 @@
+import MeSPBundle
+
 /// Returns the number in bfloat16, rounded to nearest, ties to even.
 func bfloat16(_ number: Float) -> UInt16 {
     guard !number.isNaN else { return 0x7FC0 }
