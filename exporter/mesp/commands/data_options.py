@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from mesp.commands.command import pairs, several
 from mesp.data.fields import KEYS
@@ -15,6 +14,8 @@ from mesp.data.source_files import SPLITS
 from mesp.data.sources import Selection
 from mesp.data.splits import HELD_OUT
 from mesp.errors import MespError
+from mesp.settings.command_options import is_given
+from mesp.settings.declaration import name_option
 
 OPTIONS = (
     "pack", "loss_on", "mask_prompt", "chat", "split_special_tokens", "long", "hold_out", "columns",
@@ -23,11 +24,13 @@ OPTIONS = (
 
 
 def given_data_options(context: click.Context) -> list[str]:
-    return [
-        f"--{name.replace('_', '-')}"
-        for name in OPTIONS
-        if context.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
-    ]
+    return [name_option(name) for name in OPTIONS if is_given(context, name)]
+
+
+ignore_option = several(
+    "--ignore", metavar="NAME,...",
+    help="Fields of records and of their messages to leave out, such as one that is refused.",
+)  # fmt: skip
 
 
 def data_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -64,10 +67,7 @@ def data_options(function: Callable[..., None]) -> Callable[..., None]:
         comma=rf",(?=\s*(?:{'|'.join(KEYS)})=)",
         help="The columns with a record's prompt, completion, …",
     )  # fmt: skip
-    @several(
-        "--ignore", metavar="NAME,...",
-        help="Fields of records and of their messages to leave out, such as one that is refused.",
-    )  # fmt: skip
+    @ignore_option
     @several(
         "--splits", metavar="SPLIT=NAME,...", then=pairs(tuple(SPLITS)),
         help="The parts of a dataset for train, valid and test, as in train=train[:1000].",
@@ -84,12 +84,11 @@ def data_options(function: Callable[..., None]) -> Callable[..., None]:
 def data_options_of(options: Mapping[str, Any]) -> DataOptions:
     """Raises MespError if two options contradict each other."""
     loss_on = options["loss_on"]
-    if options["mask_prompt"]:
-        if loss_on not in (None, "last"):
-            raise MespError(
-                f"--mask-prompt means --loss-on last, not --loss-on {loss_on}: give one of them."
-            )
-        loss_on = "last"
+    if options["mask_prompt"] and loss_on not in (None, "last"):
+        raise MespError(
+            f"--mask-prompt means --loss-on last, not --loss-on {loss_on}: give one of them."
+        )
+    loss_on = "last" if options["mask_prompt"] else loss_on
     selection = Selection(
         options["subset"], options["splits"], options["columns"], options["ignore"]
     )

@@ -19,16 +19,9 @@ from mesp.commands.data_options import data_options, data_options_of, given_data
 from mesp.commands.fine_tune_type import no_dora_options
 from mesp.data.load import DataOptions, tokenize
 from mesp.data.tokenizer import load_tokenizer
-from mesp.engine.train import (
-    SETTINGS_NAME,
-    check_length,
-    default_folder,
-    not_settings,
-    read_recorded_settings,
-)
+from mesp.engine.train import SETTINGS_NAME, check_length, default_folder, read_recorded_settings
 from mesp.errors import Ended, MespError, plain_os_errors
 from mesp.federate.federation import TRAINING, Federation, FederationSettings, write_app
-from mesp.federate.local_training import SETTINGS
 from mesp.federate.partition import Partition, read_topics, share_out
 from mesp.federate.rounds_progress import RoundsProgress, summary
 from mesp.folders import refuse_linked_folders
@@ -40,7 +33,7 @@ from mesp.settings.train_settings import TrainSettings
 TRAINED = {
     name: declared
     for name, declared in list_settings(TrainSettings).items()
-    if (declared.key or name) in SETTINGS or name == "val_batches"
+    if declared.federated or name == "val_batches"
 }
 
 
@@ -113,10 +106,7 @@ def prepare_federation(context: click.Context, simulated: bool = True) -> Federa
     options = {
         "bundle": str(bundle),
         **settings.to_json(),
-        **{
-            declared.key or name: entries[declared.key or name]
-            for name, declared in TRAINED.items()
-        },
+        **{each.key: entries[each.key] for each in TRAINED.values()},
         "resume": resume,
     }
     Partition.parse(settings.split)
@@ -151,13 +141,8 @@ def read_resumed(
     """
     if output is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")
-    entries = read_recorded_settings(output, SETTINGS_NAME)
-    try:
-        path = Path(entries["bundle"])
-        settings = FederationSettings.from_json(entries)
-        trained = TrainSettings.from_json(entries)
-    except (MespError, KeyError, TypeError) as error:
-        raise not_settings(output) from error
+    kinds = (FederationSettings, TrainSettings)
+    path, settings, trained = read_recorded_settings(output, SETTINGS_NAME, *kinds)
     if bundle is not None and bundle.resolve() != path:
         raise MespError(
             f"A resumed run keeps its settings: BUNDLE is {path} and cannot become {bundle}."

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import tempfile
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mesp.adapters.weighted import check_folder
+from mesp.adapters.weighted import StrPath, check_folder
 from mesp.bundle.data_files import write_data, write_index
 from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.model_card import write_terms_of_run
@@ -33,14 +32,12 @@ from mesp.folders import refuse_linked_folders
 from mesp.models.config_json import check_lengths
 from mesp.rewards import Reward, compute_rewards, find_reward
 from mesp.runs.log import LOG_NAME, RunLog
-from mesp.settings.declaration import list_settings, refuse_changes
+from mesp.settings.declaration import Settings, list_settings, refuse_changes
 from mesp.settings.rules import check_settings
 from mesp.settings.train_settings import MAX_STEPS, TrainSettings
 
 SETTINGS_NAME = "settings.json"
 GENERAL, REPLAY = "general", "replay"
-
-StrPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,6 @@ class TrainingJob:
         return settings
 
     def of_epochs(self, epochs: float) -> TrainingJob:
-        """Returns the job with the steps of `epochs` passes over the training data."""
         # Without a warm-up, which is compared with the steps below.
         plan = find_plan(find_engine(), {**self.to_json(), "epochs": epochs, "warmup": 0})
         settings = replace(self.settings, steps=plan["steps"])
@@ -183,11 +179,9 @@ class TrainingJob:
     def _left(self) -> str:
         if not (self.folder / LOG_NAME).exists():
             return ""
-        adapters = self.folder / "adapters"
-        saved = (adapters / "adapters.safetensors").exists()
-        left = (
-            f"the adapters last saved are in {adapters}" if saved else "no adapters had been saved"
-        )
+        adapters, left = self.folder / "adapters", "no adapters had been saved"
+        if (adapters / "adapters.safetensors").exists():
+            left = f"the adapters last saved are in {adapters}"
         return (
             f" The log is in {self.folder / LOG_NAME}; {left}. Continue the run with --resume and "
             f"--out {self.folder}."
@@ -349,28 +343,21 @@ def _resumed(
 ) -> tuple[Path, TrainSettings]:
     if folder is None:
         raise MespError("Name the folder of the run to resume with --out.")
-    entries = read_recorded_settings(folder, LOG_NAME)
-    try:
-        path, settings = Path(entries["bundle"]), TrainSettings.from_json(entries)
-    except (MespError, KeyError, TypeError) as error:
-        raise not_settings(folder) from error
+    path, settings = read_recorded_settings(folder, LOG_NAME, TrainSettings)
     refuse_changes(settings, given, list_settings(TrainSettings))
     return bundle or path, replace(settings, **given)
 
 
-def read_recorded_settings(folder: Path, begun: str) -> dict[str, Any]:
+def read_recorded_settings(folder: Path, begun: str, *kinds: type[Settings]) -> tuple[Any, ...]:
+    """Returns the bundle of a run, and the settings of each kind."""
     path = folder / SETTINGS_NAME
     if not (folder / begun).exists():
         raise MespError(f"{folder} holds no run to resume; start one without --resume.")
-    try:
-        with plain_os_errors(f"Cannot read {path}"):
-            return read_settings(path)
-    except ValueError as error:
-        raise not_settings(folder) from error
-
-
-def not_settings(folder: Path) -> MespError:
-    return MespError(f"{folder / SETTINGS_NAME} is not the settings of a run; start a new one.")
+    with plain_os_errors(f"Cannot read {path}"), suppress(ValueError):
+        entries = read_settings(path)
+        with suppress(MespError, KeyError, TypeError):
+            return Path(entries["bundle"]), *(kind.from_json(entries) for kind in kinds)
+    raise MespError(f"{path} is not the settings of a run; start a new one.")
 
 
 @contextmanager

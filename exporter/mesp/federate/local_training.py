@@ -18,11 +18,7 @@ from mesp.settings.declaration import list_settings
 from mesp.settings.train_settings import TrainSettings
 
 # The settings of a client's run that a server may set.
-SETTINGS = tuple(
-    declared.key or name
-    for name, declared in list_settings(TrainSettings).items()
-    if declared.federated
-)
+SETTINGS = tuple(each.key for each in list_settings(TrainSettings).values() if each.federated)
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,13 @@ import click
 from click.core import ParameterSource
 
 from mesp.errors import MespError
-from mesp.settings.declaration import Setting, Settings, name_option
+from mesp.settings.declaration import Setting, Settings, list_settings, name_option
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Number(click.FloatRange):
-    """The type of an option that is a finite number in a range. Unlike click.FloatRange, it refuses
-    `nan`.
-    """
+    """Unlike click.FloatRange, it refuses `nan`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         converted = super().convert(value, param, ctx)
@@ -28,7 +26,7 @@ class Number(click.FloatRange):
 
 
 class SomeOf(click.ParamType[list[str]]):
-    """The type of an option that takes a list of a setting's choices, such as `q,v`."""
+    """A list of a setting's choices, such as `q,v`."""
 
     name = "list"
 
@@ -50,10 +48,11 @@ def make_type(declared: Setting) -> click.ParamType[Any]:
         return SomeOf(declared.choices or ())
     if declared.choices is not None:
         return click.Choice(tuple(declared.choices))
-    if declared.kind is int:
-        return click.IntRange(_whole(declared.least), _whole(declared.most))
-    if declared.kind is float:
-        return Number(
+    if declared.kind in (int, float):
+        number: Callable[..., click.ParamType[Any]] = Number
+        if declared.kind is int:
+            number = click.IntRange
+        return number(
             declared.above if declared.least is None else declared.least,
             declared.below if declared.most is None else declared.most,
             min_open=declared.above is not None,
@@ -78,10 +77,6 @@ def _read_numbers(
         ) from error
 
 
-def _whole(bound: float | None) -> int | None:
-    return None if bound is None else int(bound)
-
-
 def add_options(
     kind: type[Settings], defaults: Mapping[str, Any] | None = None, names: Collection[str] = ()
 ) -> Decorator:
@@ -92,43 +87,43 @@ def add_options(
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        declared = list_settings(kind)
         for each in reversed(fields(kind)):
             if not names or each.name in names:
                 default = (defaults or {}).get(each.name, each.default)
-                command = _option(each.name, each.metadata["setting"], default)(command)
+                command = _option(name_option(each.name), declared[each.name], default)(command)
         return command
 
     return decorate
 
 
-def _option(name: str, declared: Setting, default: Any) -> Decorator:
-    typed, key = name_option(name), declared.key or name
-    help = declared.help
+def _option(typed: str, declared: Setting, default: Any) -> Decorator:
+    names, help = (*declared.aliases, declared.key), declared.help
     if declared.kind is bool:
-        names = f"{typed}/--no-{typed[2:]}" if declared.can_be_refused else typed
-        return click.option(names, *declared.aliases, key, is_flag=True, default=default, help=help)
+        typed += f"/--no-{typed[2:]}" if declared.can_be_refused else ""
+        return click.option(typed, *names, is_flag=True, default=default, help=help)
     if declared.kind is dict:
         return click.option(
-            typed, key, multiple=True, callback=_read_numbers, metavar=declared.metavar, help=help
-        )
-    is_required = default is MISSING
+            typed, *names, multiple=True, callback=_read_numbers, metavar=declared.metavar,
+            help=help,
+        )  # fmt: skip
+    if default is MISSING:
+        default, help = None, f"{help}  [required]"
     metavar = declared.metavar or {list: "NAME,...", int: "N", float: "NUMBER"}.get(declared.kind)
     return click.option(
-        typed, *declared.aliases, key, type=make_type(declared),
-        default=None if is_required else default,
+        typed, *names, type=make_type(declared), default=default, help=help,
         show_default=declared.default_text or True,
         metavar=None if declared.choices and declared.kind is str else metavar,
-        help=f"{help}  [required]" if is_required else help,
     )  # fmt: skip
 
 
 def find_given(context: click.Context, kind: type[Settings]) -> dict[str, Any]:
-    found = {}
-    for each in fields(kind):
-        key = each.metadata["setting"].key or each.name
-        if context.get_parameter_source(key) not in (None, ParameterSource.DEFAULT):
-            found[each.name] = context.params[key]
-    return found
+    keys = {name: declared.key for name, declared in list_settings(kind).items()}
+    return {name: context.params[key] for name, key in keys.items() if is_given(context, key)}
+
+
+def is_given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
 
 
 def require_values(context: click.Context, *names: str) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -90,7 +90,8 @@ def setting(kind: type, default: Any, help: str = "", **others: Any) -> Any:
 
 
 def list_settings(kind: type[Settings]) -> dict[str, Setting]:
-    return {each.name: each.metadata["setting"] for each in fields(kind)}
+    declared = {each.name: each.metadata["setting"] for each in fields(kind)}
+    return {name: replace(each, key=each.key or name) for name, each in declared.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +110,12 @@ class Settings:
 
         Raises TypeError or MespError if the object is invalid.
         """
-        keys = {declared.key or name: name for name, declared in list_settings(cls).items()}
-        return cls(**{name: entries[key] for key, name in keys.items() if key in entries})
+        keys = {name: declared.key for name, declared in list_settings(cls).items()}
+        return cls(**{name: entries[key] for name, key in keys.items() if key in entries})
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            declared.key or name: getattr(self, name)
-            for name, declared in list_settings(type(self)).items()
-        }
+        declared = list_settings(type(self))
+        return {each.key: getattr(self, name) for name, each in declared.items()}
 
 
 def name_option(name: str) -> str:
