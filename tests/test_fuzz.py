@@ -114,7 +114,7 @@ def test_logs(tmp_path: Path, data: st.DataObject):
     )
     with contextlib.suppress(MespError):
         found = RunLog.load(tmp_path)
-        assert all(isinstance(cell, str) for cell in table_row(found))
+        assert all(isinstance(cell, str) for cell in table_row(found).values())
         runs = {"a": found}
         report.render_document(found.model, report.render_table(runs, report.summary_rows(runs)))
         report.render_table(runs, report.settings_rows(runs))

@@ -28,7 +28,7 @@ from mesp.files import create, open_regular
 from mesp.folders import check_disk, replacing
 from mesp.formatting import printable
 from mesp.runs.log import LINE, LOG_NAME, SIZE, RunLog, find_runs
-from mesp.runs.report_columns import COLUMNS, table_row
+from mesp.runs.report_columns import table_row
 from phone import APP, Phone, connect, copying
 
 RUNS_ON_PHONE = "Documents/runs"
@@ -69,7 +69,7 @@ def main(device: str | None, source: Path | None, out: Path, app: str) -> None:
 
 
 def print_table(folders: list[Path]) -> None:
-    table = Table("run", *COLUMNS, box=None, header_style="bold", pad_edge=False)
+    table = Table("run", *table_row(RunLog()), box=None, header_style="bold", pad_edge=False)
     for folder in folders:
         try:
             log = RunLog.load(folder)
@@ -78,7 +78,7 @@ def print_table(folders: list[Path]) -> None:
             continue
         # A run's names and values may contain rich's markup or control characters. Text and
         # printable make them harmless.
-        cells = (folder.name, *table_row(log))
+        cells = (folder.name, *table_row(log).values())
         table.add_row(*(Text(" ".join(printable(cell).split())) for cell in cells))
     console = Console(highlight=False)
     # When the output is not a terminal, 200 columns keep names and numbers from being cut off.

@@ -20,7 +20,7 @@ from mesp.errors import MespError, plain_os_errors
 from mesp.files import read_json, write_whole
 from mesp.formatting import decimal, megabytes
 from mesp.runs.log import RunLog, find_runs
-from mesp.runs.report_columns import COLUMNS, table_row
+from mesp.runs.report_columns import table_row
 from mesp.settings.declaration import list_settings
 from mesp.settings.train_settings import TrainSettings
 
@@ -32,6 +32,7 @@ SAMPLES_SIZE = 16 << 20  # maximum size of a samples.json in bytes
 PHASES = ("forward", "loss", "backward")
 WIDTH, HEIGHT = 5, 3.5
 HOW_STARTED = ("resume", "dry_run")
+LOSSES = ("loss", "held-out", "test", "best held-out")
 INK = "#010203"
 Row = tuple[str, list[str]]
 Paint = Callable[["Axes", str, RunLog, str], None]
@@ -223,9 +224,7 @@ def has_phases(run: RunLog) -> bool:
 
 
 def render_page(runs: dict[str, RunLog], samples: dict[str, list[dict[str, str]]]) -> str:
-    pictures = [
-        draw_loss(runs), draw_reward(runs), draw_memory(runs), draw_time(runs),
-    ]  # fmt: skip
+    pictures = [draw(runs) for draw in (draw_loss, draw_reward, draw_memory, draw_time)]
     title = " · ".join(dict.fromkeys(run.model for run in runs.values()))
     return render_document(
         title,
@@ -288,29 +287,29 @@ def render_table(runs: dict[str, RunLog], rows: list[Row], kind: str = "") -> st
 
 def summary_rows(runs: dict[str, RunLog]) -> list[Row]:
     unit = unit_of_loss(runs)
-    in_unit = f", {unit}" if unit else ""
-    names = [f"{name}{in_unit}" if name in ("loss", "held-out") else name for name in COLUMNS]
-    rows = list(
-        zip(names, map(list, zip(*map(table_row, runs.values()), strict=True)), strict=True)
-    )
+    rows = as_rows(map(table_row, runs.values()))
+    rows += [row for row in as_rows(map(details, runs.values())) if {*row[1]} != {"-"}]
+    return [(f"{name}, {unit}" if unit and name in LOSSES else name, row) for name, row in rows]
 
-    def row(name: str, value: Callable[[RunLog], str]) -> None:
-        values = [value(run) for run in runs.values()]
-        if any(each != "-" for each in values):
-            rows.append((name, values))
 
-    row(f"test{in_unit}", lambda run: decimal(run.test))
-    row(
-        f"best held-out{in_unit}",
-        lambda run: f"{decimal(run.best['loss'])} at step {run.best['step']}" if run.best else "-",
-    )
-    row("reward", describe_reward)
-    row("sampled", describe_sampled)
-    row("kept at the end", lambda run: run.describe_strength() or "-")
-    row("predicted MB", lambda run: megabytes(run.plan.get("predicted_peak_bytes")))
-    row("began", lambda run: run.start.get("time", "-").replace("T", " ").rstrip("Z"))
-    row("machine", lambda run: run.start.get("host", "-"))
-    return rows
+def as_rows(columns: Iterable[dict[str, str]]) -> list[Row]:
+    columns = list(columns)
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, [column.get(name, "-") for column in columns]) for name in names]
+
+
+def details(run: RunLog) -> dict[str, str]:
+    best = run.best
+    return {
+        "test": decimal(run.test),
+        "best held-out": f"{decimal(best['loss'])} at step {best['step']}" if best else "-",
+        "reward": describe_reward(run),
+        "sampled": describe_sampled(run),
+        "kept at the end": run.describe_strength() or "-",
+        "predicted MB": megabytes(run.plan.get("predicted_peak_bytes")),
+        "began": run.start.get("time", "-").replace("T", " ").rstrip("Z"),
+        "machine": run.start.get("host", "-"),
+    }
 
 
 def describe_reward(run: RunLog) -> str:
@@ -328,31 +327,18 @@ def describe_sampled(run: RunLog) -> str:
 
 
 def settings_rows(runs: dict[str, RunLog]) -> list[Row]:
-    applying = [settings_that_apply(run.settings) for run in runs.values()]
-
-    def said(value: object) -> str:
-        return (
-            ", ".join(map(str, value)) if isinstance(value, list) else json.dumps(value).strip('"')
-        )
-
-    return [
-        (name, [said(each[name]) if name in each else "-" for each in applying])
-        for name in dict.fromkeys(name for each in applying for name in each)
-    ]
+    return as_rows(settings_that_apply(run.settings) for run in runs.values())
 
 
-def settings_that_apply(settings: dict[str, Any]) -> dict[str, Any]:
-    declared = {
-        each.key or name: (name, each) for name, each in list_settings(TrainSettings).items()
-    }
-    by_name = {name: settings.get(key) for key, (name, _) in declared.items()}
+def settings_that_apply(settings: dict[str, Any]) -> dict[str, str]:
+    declared = list_settings(TrainSettings)
+    by_name = {name: settings.get(each.key) for name, each in declared.items()}
     by_name["reward"] = settings.get("group_size")  # the log has the group size, but not the reward
+    useless = {each.key for each in declared.values() if not each.applies(by_name)}
     return {
-        key: value
+        key: ", ".join(map(str, value)) if isinstance(value, list) else json.dumps(value).strip('"')
         for key, value in settings.items()
-        if value not in (None, [])
-        and key not in HOW_STARTED
-        and (key not in declared or declared[key][1].applies(by_name))
+        if value not in (None, []) and key not in useless and key not in HOW_STARTED
     }
 
 
