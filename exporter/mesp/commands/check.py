@@ -9,7 +9,7 @@ from mesp.bundle.compare_with_source import compare_with_source
 from mesp.bundle.reader import load
 from mesp.commands.command import Command
 from mesp.commands.export import describe_loss
-from mesp.engine.process import Settings, check_device, stream_records
+from mesp.engine.process import check_device, stream_records
 from mesp.errors import EngineError
 from mesp.formatting import printable
 from mesp.settings.command_options import add_options
@@ -39,10 +39,8 @@ def main(bundle: Path, files: bool, source: str | None, device: str | None) -> N
     if source is not None:
         comparison = compare_with_source(opened, find_source(source, random_weights=False))
         click.echo(f"quantization  {describe_loss(comparison.loss)}")
-        click.echo(f"source        logits differ by {comparison.read:.1e} from its own in mlx-lm")
-        click.echo(
-            f"bundle        logits differ by {comparison.written:.1e} from its own in mlx-lm"
-        )
+        for name, difference in (("source", comparison.read), ("bundle", comparison.written)):
+            click.echo(f"{name}        logits differ by {difference:.1e} from its own in mlx-lm")
         comparison.check()
         click.echo(f"{bundle} computes what {source} does, except for quantization.")
     elif files:
@@ -54,8 +52,8 @@ def main(bundle: Path, files: bool, source: str | None, device: str | None) -> N
 def _check_training(bundle: Path, device: str | None) -> None:
     check_device(device)
     verdicts: Counter[str] = Counter()
-    settings: Settings = {"bundle": str(bundle.resolve()), "device": device, "checks": CHECKS}
-    settings = {**settings, "repeats": 2, "seconds": 0.1}
+    what = {"checks": CHECKS, "repeats": 2, "seconds": 0.1}
+    settings = {"bundle": str(bundle.resolve()), "device": device, **what}
     for record in stream_records("self-check", settings):
         if record["type"] == "check":
             verdicts[record["verdict"]] += 1

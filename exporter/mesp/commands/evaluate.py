@@ -7,6 +7,7 @@ import click
 from rich.console import Console
 
 from mesp.commands.command import Command, several
+from mesp.commands.data_options import ignore_option
 from mesp.commands.progress_bars import evaluation_progress
 from mesp.commands.prompt_options import prompt_options
 from mesp.errors import MespError
@@ -42,11 +43,9 @@ from mesp.settings.train_settings import TrainSettings
     "for answers to write as the bundle's data, or where the tokenizer has one; --no-chat otherwise"
 )
 @click.option(
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    show_default=str(MAX_TOKENS),
+    "--max-tokens", type=click.IntRange(min=1), show_default=str(MAX_TOKENS),
     help="Most tokens of an answer.",
-)
+)  # fmt: skip
 @click.option(
     "--stop", multiple=True, metavar="TEXT",
     help="Text that ends an answer and is not part of it; repeatable.",
@@ -64,10 +63,7 @@ from mesp.settings.train_settings import TrainSettings
     help="Most answers that are generated together, as far as memory allows.",
 )  # fmt: skip
 @add_options(TrainSettings, names=("device",))
-@several(
-    "--ignore", metavar="NAME,...",
-    help="Fields of records and of their messages to leave out, such as one that is refused.",
-)  # fmt: skip
+@ignore_option
 @several(
     "--tasks", metavar="TASK,...",
     help="Run these tasks of lm-evaluation-harness in place of DATA.",

@@ -65,9 +65,7 @@ OPTIONS_OF_FROM = ["--from", "--out", "--overwrite", "--seq-len", "--rank", "--u
     "--mode", type=click.Choice(list(MODES)), show_default="affine",
     help="Kind of quantization; those but affine set the bits and the groups.",
 )  # fmt: skip
-@click.option(
-    "--bits", type=click.Choice(BITS), show_default="4", help="Bits a weight.",
-)  # fmt: skip
+@click.option("--bits", type=click.Choice(BITS), show_default="4", help="Bits a weight.")
 @click.option(
     "--group-size", type=click.Choice(sorted(AFFINE[1])), show_default="64",
     help="Weights that share a scale.",

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import click
 import mlx.core as mx
-import mlx.nn as nn
 
 from mesp.adapters.fuse import BFLOAT16, fuse, save
 from mesp.adapters.gguf import TYPES, read_base, write_fused_gguf, write_gguf
@@ -17,11 +16,12 @@ from mesp.bundle.reader import Bundle
 from mesp.bundle.to_source_model import BundleWeights
 from mesp.commands.command import Command, several
 from mesp.commands.progress_bars import export_progress
+from mesp.commands.prompt_options import weights_option
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import replacing
 from mesp.formatting import decimal
 from mesp.models.quantization_formats import Quantization, describe_quantization
-from mesp.progress import ProgressCallback, Task
+from mesp.progress import Task
 from mesp.settings.train_settings import TrainSettings
 
 # the largest part of the adapters' gain that quantization may undo without a warning
@@ -36,10 +36,7 @@ WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
     "--adapters", required=True, kind=click.Path(path_type=Path), metavar="FOLDER,...",
     help="Folder of adapters, of mesp-train, mlx-lm or PEFT, or several, to fuse their sum.",
 )  # fmt: skip
-@several(
-    "--weights", kind=click.FLOAT, metavar="NUMBER,...", show_default="1 for each",
-    help="A factor from 0 to 10 for each of --adapters.",
-)  # fmt: skip
+@weights_option
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder.")
 @click.option(
     "--bits", type=click.Choice(list(WIDTHS)), default="8",
@@ -84,6 +81,14 @@ def main(
         opened.verify()
         model = opened.to_mlx_lm()
         model.set_dtype(mx.float32)
+
+        def measure(what: str) -> float:
+            if not measured:
+                return float("nan")
+            task = Task(progress, f"Held-out loss, {what}", measured)
+            longest = max(opened.manifest.seq_lens)
+            return measure_held_out_loss(model, opened, longest, measured, task.advance)
+
         summed = stack_adapters(adapters_read, model)
         if gguf:
             written = folder / "adapters.gguf"
@@ -92,18 +97,18 @@ def main(
             base = read_base(gguf_base, opened)
             target = folder / FUSED_GGUF
             write_fused_gguf(target, base, summed, opened.architecture, WIDTHS[bits])
-        losses = [measure_with_progress(progress, "base", model, opened, measured)]
+        untuned = measure("base")
         apply_adapters(model, summed)
-        losses.append(measure_with_progress(progress, "with adapters", model, opened, measured))
+        tuned = measure("with adapters")
         Task(progress, "Fusing")
         quantized = fuse(model, WIDTHS[bits])
         save(folder, model, opened, quantized)
         if gguf_base is not None:
             write_modelfile(folder, FUSED_GGUF, opened)
         model.set_dtype(mx.float32)
-        losses.append(measure_with_progress(progress, "fused", model, opened, measured))
+        fused = measure("fused")
     if measured:
-        click.echo(describe_losses(losses[0], losses[1], losses[2], bits))
+        click.echo(describe_losses(untuned, tuned, fused, bits))
         if val_batches != TrainSettings.val_batches:
             click.echo(
                 f"These losses are of the first {val_batches} held-out sequences, and a run's of "
@@ -116,15 +121,6 @@ def main(
             f"tensors are those of {gguf_base.name}."
         )
     click.echo(f"Model: {out}")
-
-
-def measure_with_progress(
-    progress: ProgressCallback, what: str, model: nn.Module, bundle: Bundle, count: int
-) -> float:
-    if not count:
-        return float("nan")
-    task = Task(progress, f"Held-out loss, {what}", count)
-    return measure_held_out_loss(model, bundle, max(bundle.manifest.seq_lens), count, task.advance)
 
 
 def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> str:

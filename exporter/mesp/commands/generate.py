@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mesp.commands.command import Command, several
-from mesp.commands.prompt_options import prompt_options
+from mesp.commands.prompt_options import prompt_options, weights_option
 from mesp.data.source_files import read_utf8
 from mesp.engine.generate import TextStream
 from mesp.formatting import decimal, megabytes, printable
@@ -23,10 +23,7 @@ from mesp.settings.train_settings import TrainSettings
     show_default="the base model",
     help="Folder of adapters, from mesp-train, mlx-lm or PEFT, or several, to add their sum.",
 )  # fmt: skip
-@several(
-    "--weights", kind=click.FLOAT, metavar="NUMBER,...", show_default="1 for each",
-    help="A factor from 0 to 10 for each of --adapters.",
-)  # fmt: skip
+@weights_option
 @click.option("--prompt", required=True, help="The text to continue; - reads standard input.")
 @click.option(
     "--max-tokens", type=click.IntRange(min=1), default=256, help="Most tokens of the text."

@@ -97,10 +97,11 @@ def plans_without_weights(
     ):
         folder = Path(path)
         manifest = write_model(folder, source, arch, files, options, lambda size: None)
-        files_there = (file for file in folder.rglob("*") if file.is_file())
-        listed = (
-            File(str(file.relative_to(folder)), file.stat().st_size, "") for file in files_there
+        listed = tuple(
+            File(str(file.relative_to(folder)), file.stat().st_size, "")
+            for file in folder.rglob("*")
+            if file.is_file()
         )
-        manifest = replace(manifest, files=tuple(listed))
+        manifest = replace(manifest, files=listed)
         manifest.write(folder)
         return find_plans(folder, manifest)

@@ -61,24 +61,19 @@ class TrainingProgress:
         elif kind == "plan" and not self.recent:
             # The first evaluation can take as long as many steps, so the plan is printed first.
             peak = megabytes(record.get("predicted_peak_bytes"))
-            self.console.print(f"started, with a predicted peak of {peak} MB")
+            self.say(f"started, with a predicted peak of {peak} MB")
             if kept := describe_kept(record):
-                self.console.print(kept, soft_wrap=True)
+                self.say(kept)
         elif kind == "eval":
             what = "test" if record.get("split") == "test" else "held-out"
-            self.console.print(
-                f"step {record['step']}: {what} loss {decimal(record['loss'], 3)}, "
-                f"{quality(record)}",
-                soft_wrap=True,
-            )
-        elif (
-            kind == "event" and record.get("event") != "error"
-        ):  # an error is printed at the end of the run
-            self.console.print(
-                printable(f"{record.get('event')}: {record.get('message')}"),
-                markup=False,
-                soft_wrap=True,
-            )
+            loss = decimal(record["loss"], 3)
+            self.say(f"step {record['step']}: {what} loss {loss}, {quality(record)}")
+        # an error is printed at the end of the run
+        elif kind == "event" and record.get("event") != "error":
+            self.say(printable(f"{record.get('event')}: {record.get('message')}"))
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def show_step(self, record: dict[str, Any]) -> None:
         self.recent.append(record)
@@ -95,7 +90,7 @@ class TrainingProgress:
             self.next_line = now + min(max((now - self.begin) / 10, 10), 30)
             seconds = sum(each["seconds"] for each in self.recent) / len(self.recent)
             left = duration(seconds * (self.steps - step))
-            self.console.print(f"step {step}/{self.steps}  {figures}  {left} left", soft_wrap=True)
+            self.say(f"step {step}/{self.steps}  {figures}  {left} left")
 
 
 @contextmanager

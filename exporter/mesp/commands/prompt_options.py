@@ -5,7 +5,13 @@ from typing import Any
 
 import click
 
+from mesp.commands.command import several
 from mesp.data.source_files import read_value
+
+weights_option = several(
+    "--weights", kind=click.FLOAT, metavar="NUMBER,...", show_default="1 for each",
+    help="A factor from 0 to 10 for each of --adapters.",
+)  # fmt: skip
 
 
 def read_json(_: click.Context, option: click.Parameter, value: str | None) -> Any:
