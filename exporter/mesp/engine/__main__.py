@@ -3,16 +3,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from mesp.engine.build import (
-    CHECKOUT,
-    COUNTER,
-    ENGINE,
-    build_program,
-    find_counter,
-    find_engine,
-    has_sources,
-    mlx_folder,
-)
+from mesp.engine import build
 from mesp.errors import MespError
 
 
@@ -21,14 +12,14 @@ def main() -> None:
     mesp-count.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    is_counter = sys.argv[1:] == [build.COUNTER.name]
     try:
         if sys.argv[1:] == ["--mlx"]:
-            print(mlx_folder())
-        elif has_sources(CHECKOUT):
-            program = COUNTER if sys.argv[1:] == [COUNTER.name] else ENGINE
-            print(build_program(program=program))
+            print(build.mlx_folder())
+        elif build.has_sources(build.CHECKOUT):
+            print(build.build_program(program=build.COUNTER if is_counter else build.ENGINE))
         else:
-            print(find_counter() if sys.argv[1:] == [COUNTER.name] else find_engine())
+            print(build.find_counter() if is_counter else build.find_engine())
     except MespError as error:
         sys.exit(f"Error: {error.message}")
 

@@ -120,7 +120,7 @@ def engine_path() -> Path:
         return built_program(CHECKOUT)
     if has_engine(CARRIED) and not misfit(CARRIED):
         return CARRIED / ENGINE.name
-    return cached_program(SOURCES, mlx_folder())
+    return cached_program(SOURCES)
 
 
 def has_sources(folder: Path) -> bool:
@@ -174,7 +174,7 @@ def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
             f"{program.name}'s sources have not been installed with this package: install MeSP "
             f"from its wheel or its checkout, or {_set_engine(program)}."
         )
-    cached = cached_program(sources, mlx_folder(), program)
+    cached = cached_program(sources, program)
     for path in (user_cache(), cached.parent, cached):
         _require_own(path)
 
@@ -218,11 +218,11 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / own) / "mesp"
 
 
-def cached_program(sources: Path, mlx: Path, program: Program = ENGINE) -> Path:
+def cached_program(sources: Path, program: Program = ENGINE) -> Path:
     """The program contains the path of MLX's library, so each Python environment has its own
     program.
     """
-    digest = hashlib.sha256(str(mlx).encode())
+    digest = hashlib.sha256(str(mlx_folder()).encode())
     for path in sorted(path for path in sources.rglob("*") if path.is_file()):
         digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
     versions = f"{mesp.__version__}-mlx-{metadata.version('mlx')}"
@@ -286,17 +286,9 @@ def build_program(
     if not built.exists():
         folder = (scratch or built.parent).parent
         log.warning("Building %s in %s, once; some minutes.", program.name, folder)
-    command = [
-        swift,
-        "build",
-        "-c",
-        "release",
-        "--product",
-        program.name,
-        "--package-path",
-        str(checkout / program.package),
-        *(["--scratch-path", str(scratch)] if scratch else []),
-    ]
+    command = [swift, "build", "-c", "release", "--product", program.name]
+    command += ["--package-path", str(checkout / program.package)]
+    command += ["--scratch-path", str(scratch)] if scratch else []
     if not scratch or program == COUNTER:
         # The tests in `make` use this option too, so they share the compiled files. mesp-count
         # needs the option to use internals of the trainer's package.

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,18 +23,19 @@ from mesp.settings.declaration import is_held
 
 log = logging.getLogger(__name__)
 LINE = 1 << 26
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAMPLING = {"max_tokens": 256, "temperature": 0.0, "top_p": 1.0, "seed": 0}
 Settings = Mapping[str, Any]
 Record = dict[str, Any]
 
 
+@dataclass
 class Engine:
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.last: Record = {}
-        self.signals: list[int] = []
-        self.said = ""
-        self.is_waiting = False
+    process: subprocess.Popen[str]
+    last: Record = field(default_factory=dict)
+    signals: list[int] = field(default_factory=list)
+    said: str = ""
+    is_waiting: bool = False
 
     def __iter__(self) -> Iterator[Record]:
         stdout = self.process.stdout
@@ -163,9 +165,8 @@ def _kill(process: subprocess.Popen[str]) -> None:
 @contextmanager
 def _held_signals() -> Iterator[None]:
     came: list[int] = []
-    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
-        with _handling(dict.fromkeys(ends, lambda number, _: came.append(number))):
+        with _handling(dict.fromkeys(ENDING, lambda number, _: came.append(number))):
             yield
     finally:
         if came:
@@ -213,13 +214,7 @@ def _forwarded_signals(engine: Engine) -> Iterator[None]:
         signal.raise_signal(signal.SIGSTOP)
         process.send_signal(signal.SIGCONT)
 
-    handlers = {
-        signal.SIGINT: end,
-        signal.SIGTERM: end,
-        signal.SIGHUP: end,
-        signal.SIGTSTP: suspend,
-    }
-    with _handling(handlers):
+    with _handling({**dict.fromkeys(ENDING, end), signal.SIGTSTP: suspend}):
         yield
 
 
@@ -310,9 +305,9 @@ class Score(NamedTuple):
     is_greedy: bool
 
 
+@dataclass
 class Evaluator:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    _engine: Engine
 
     def choices(self, prompt: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Score]:
         """Returns the score of each choice after `prompt`. For all choices of up to 256 tokens, the
