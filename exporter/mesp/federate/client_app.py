@@ -41,14 +41,10 @@ def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
             return Message(failed, reply_to=message)
         if client.privacy:
             log_privacy(client, trained, message.content["config"], context)
-        metrics = {
-            "num-examples": trained.targets,
-            "loss": trained.loss,
-            "footprint-bytes": trained.footprint,
-        }
+        metrics = {"num-examples": trained.targets, "loss": trained.loss}
         content = {
             "arrays": to_record(trained.arrays),
-            "metrics": MetricRecord(metrics),
+            "metrics": MetricRecord(metrics | {"footprint-bytes": trained.footprint}),
             "about": ConfigRecord({"name": client.name}),
         }
         return Message(RecordDict(content), reply_to=message)
@@ -113,9 +109,7 @@ def with_own_noise(
             for name, array in arrays.items()
         }
     )
-    answers = 1
-    if KEPT in context.state:
-        answers += int(context.state[KEPT]["answers"])
+    answers = 1 + (context.state[KEPT]["answers"] if KEPT in context.state else 0)
     context.state[KEPT] = MetricRecord({"answers": answers})
     total = gaussian_epsilon(noise, delta, answers)
     log(

@@ -162,9 +162,7 @@ class Federation:
 
     @classmethod
     def read(cls, folder: Path) -> Federation:
-        """Returns the federation whose settings are in `folder`. Raises MespError if the settings
-        are missing or damaged.
-        """
+        """Raises MespError if the settings in `folder` are missing or damaged."""
         path = folder / SETTINGS_NAME
         try:
             options = read_settings(path)

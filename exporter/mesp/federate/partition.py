@@ -1,7 +1,7 @@
 """Divides data among the clients of a simulation.
 
 In a folder with a file for each topic, each training file is a topic. In other data, the train
-split is the only topic. Text files are divided into paragraphs.
+split is the only topic.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ from mesp.errors import MespError
 from mesp.files import root_of
 
 PARAGRAPH = "\n\n"
-
-
-@dataclass(frozen=True)
-class Unit:
-    origin: int
-    record: AnyRecord
+Topics = tuple[dict[str, list[AnyRecord]], list[AnyRecord]]
 
 
 @dataclass(frozen=True)
@@ -50,8 +45,9 @@ class Partition:
 
 def read_topics(
     data: str, selection: Selection | None = None, hold_out: float = HELD_OUT
-) -> tuple[dict[str, list[Unit]], list[AnyRecord]]:
-    """Returns the units of each topic, and the held-out records.
+) -> Topics:
+    """Returns the units of each topic, and the held-out records. A unit is a record or, of a text
+    file, a paragraph.
 
     `data` is a folder with one file for each topic, or any data that `mesp data` takes. Without a
     valid split, the fraction `hold_out` at the end of each topic is held out.
@@ -76,11 +72,8 @@ def read_topics(
                 "more, or add a valid.jsonl or valid.txt."
             )
         topics[name], last = units[:-count], units[-count:]
-        held_out += _records(last)
+        held_out += _joined(last)
     return topics, held_out
-
-
-Topics = tuple[dict[str, list[Unit]], list[AnyRecord]]
 
 
 def _read_splits(data: str, selection: Selection) -> Topics:
@@ -112,7 +105,7 @@ def _read_files(data: str, selection: Selection) -> Topics | None:
 
 
 def share_out(
-    data: str, topics: dict[str, list[Unit]], clients: int, split: Partition, seed: int
+    data: str, topics: dict[str, list[AnyRecord]], clients: int, split: Partition, seed: int
 ) -> list[list[AnyRecord]]:
     """Returns the records of each client. Raises MespError if a client would get none.
 
@@ -125,10 +118,11 @@ def share_out(
     if not topics:
         raise MespError(f"{data} has nothing to train on; add a .jsonl or .txt file for a topic.")
     random = np.random.default_rng(seed)
-    shares: list[list[list[Unit]]] = [[] for _ in range(clients)]
-    all_units = [unit for units in topics.values() for unit in units]
-    pools = {"": all_units} if split.kind == "iid" else topics
-    for number, units in enumerate(pools.values()):
+    shares: list[list[AnyRecord]] = [[] for _ in range(clients)]
+    pools = [*topics.values()]
+    if split.kind == "iid":
+        pools = [[unit for units in pools for unit in units]]
+    for number, units in enumerate(pools):
         parts: list[Any]
         if split.kind == "by-file":
             parts = [range(len(units)) if i == number % clients else () for i in range(clients)]
@@ -139,29 +133,27 @@ def share_out(
             cuts = np.rint(np.cumsum(p)[:-1] * len(units)).astype(int)
             parts = [np.sort(part) for part in np.split(order, cuts)]
         for share, part in zip(shares, parts, strict=True):
-            share.append([units[index] for index in part])
-    records = [[each for part in share for each in _records(part)] for share in shares]
-    for number, each in enumerate(records):
-        if not each:
+            share += _joined([units[index] for index in part])
+    for number, share in enumerate(shares):
+        if not share:
             raise MespError(
                 f"Client {number} of {clients} would get nothing of {data}: take fewer --clients, "
                 "more data, or another --split or --seed."
             )
-    return records
+    return shares
 
 
-def _units(records: list[AnyRecord]) -> Iterator[Unit]:
-    for origin, record in enumerate(records):
-        if not (isinstance(record, Text) and record.is_file):
-            yield Unit(origin, record)
-            continue
-        for paragraph in record.text.split(PARAGRAPH):
-            yield Unit(origin, replace(record, text=paragraph))
+def _units(records: list[AnyRecord]) -> Iterator[AnyRecord]:
+    for record in records:
+        if isinstance(record, Text) and record.is_file:
+            yield from (replace(record, text=part) for part in record.text.split(PARAGRAPH))
+        else:
+            yield record
 
 
-def _records(units: list[Unit]) -> Iterator[AnyRecord]:
-    for _, group in groupby(units, key=lambda unit: (unit.origin, unit.record.where)):
-        records = [unit.record for unit in group]
+def _joined(units: list[AnyRecord]) -> Iterator[AnyRecord]:
+    for _, group in groupby(units, key=lambda unit: unit.where):
+        records = list(group)
         texts = [each for each in records if isinstance(each, Text) and each.is_file]
         if texts:
             yield replace(texts[0], text=PARAGRAPH.join(each.text for each in texts))

@@ -26,18 +26,16 @@ class RoundsProgress:
     def show(self, record: dict[str, Any]) -> None:
         """The first record is that of the last completed round, or of the initial adapters."""
         number = record["round"]
-        self.console.print(line(record, self.rounds, self.before), markup=False, soft_wrap=True)
+        said = [line(record, self.rounds, self.before)]
         if "discarded" in record:
-            self.console.print(
+            said.append(
                 "  discarded what the clients made, and kept the adapters of the round before: "
-                f"{printable(record['discarded'])}",
-                markup=False,
-                soft_wrap=True,
+                f"{record['discarded']}"
             )
-        for sentence in record.get("left_out", ()):
-            # The sentence may come from a client, so unprintable characters are replaced by spaces.
-            said = printable(f"  left out: {sentence}")
-            self.console.print(said, markup=False, soft_wrap=True)
+        said += [f"  left out: {sentence}" for sentence in record.get("left_out", ())]
+        for each in said:
+            # A sentence may come from a client.
+            self.console.print(printable(each), markup=False, soft_wrap=True)
         self.before = record
         if number < self.rounds:
             self.status.update(f"Round {number + 1} of {self.rounds}")
@@ -49,18 +47,19 @@ def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> 
         return f"round {record['round']}/{rounds}: held-out loss {loss}"
     was = decimal(before["held_out_loss"], 3)
     footprint = max(client["footprint_bytes"] for client in record["clients"])
+    private = privacy(record)
     return (
         f"round {record['round']}/{rounds}: held-out loss {was} → {loss}, "
         f"{len(record['clients'])} clients, drift {decimal(record['drift'])}, "
         f"{megabytes(record['bytes_down'])} MB down, {megabytes(record['bytes_up'])} MB up, "
-        f"footprint {megabytes(footprint)} MB" + privacy(record)
+        f"footprint {megabytes(footprint)} MB" + (f", {private} so far" if private else "")
     )
 
 
 def privacy(record: dict[str, Any]) -> str:
     if "epsilon" not in record:
         return ""
-    return f", ε {decimal(record['epsilon'])} at δ {record['delta']:g} so far"
+    return f"ε {decimal(record['epsilon'])} at δ {record['delta']:g}"
 
 
 def summary(federation: Federation) -> str:
@@ -68,18 +67,12 @@ def summary(federation: Federation) -> str:
     records = rounds.records()
     before, after = records[0]["held_out_loss"], records[-1]["held_out_loss"]
     down, up = (sum(r.get(f"bytes_{way}", 0) for r in records) for way in ("down", "up"))
-    last, private = records[-1], []
-    if "epsilon" in last:
-        private = [
-            f"Differential privacy of a client, over all rounds: ε {decimal(last['epsilon'])} at "
-            f"δ {last['delta']:g}."
-        ]
-    return "\n".join(
-        [
-            f"Finished {len(records) - 1} rounds: {megabytes(down)} MB sent to clients, "
-            f"{megabytes(up)} MB back.",
-            f"Held-out loss {decimal(before, 3)} before, {decimal(after, 3)} after (nats a token).",
-            *private,
-            f"Adapters: {rounds.path(last['round']) / 'adapters'}",
-        ]
-    )
+    lines = [
+        f"Finished {len(records) - 1} rounds: {megabytes(down)} MB sent to clients, "
+        f"{megabytes(up)} MB back.",
+        f"Held-out loss {decimal(before, 3)} before, {decimal(after, 3)} after (nats a token).",
+    ]
+    if private := privacy(records[-1]):
+        lines.append(f"Differential privacy of a client, over all rounds: {private}.")
+    adapters = rounds.path(records[-1]["round"]) / "adapters"
+    return "\n".join([*lines, f"Adapters: {adapters}"])

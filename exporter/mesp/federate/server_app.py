@@ -39,11 +39,8 @@ def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None)
 
         def keep(number: int, arrays: Arrays, report: dict[str, Any]) -> Arrays:
             if options["noise"]:
-                delta = options["delta"]
-                report = report | {
-                    "epsilon": gaussian_epsilon(options["noise"], delta, number),
-                    "delta": delta,
-                }
+                total = gaussian_epsilon(options["noise"], options["delta"], number)
+                report = report | {"epsilon": total, "delta": options["delta"]}
             try:
                 record = rounds.save(number, arrays, report, state_of(inner))
             except MespError as error:
@@ -57,14 +54,9 @@ def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None)
             return arrays
 
         screened = Screened(
-            inner,
-            done,
-            options["exchange"],
-            sequences * options["seq_len"],
-            options["min_clients"],
-            options["clip"],
-            keep,
-        )
+            inner, done, options["exchange"], sequences * options["seq_len"],
+            options["min_clients"], options["clip"], keep,
+        )  # fmt: skip
         screened.start(
             grid,
             to_record(select_exchanged(rounds.arrays(done), options["freeze_a"])),

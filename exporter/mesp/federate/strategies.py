@@ -4,6 +4,7 @@ import inspect
 import io
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ KEPT = ("m_t", "v_t")
 ONE = "client"
 MOST_CHARACTERS = 500  # the longest name or reason that is shown
 HEADER = 256
-Keep = Callable[[int, Arrays, dict[str, Any]], Arrays]
 
 
 def make_strategy(options: dict[str, Any]) -> Strategy:
@@ -66,12 +66,15 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
                 f"--strategy-options {name} is above 0 and at most {most}, or a round would wait "
                 "for clients forever."
             )
-    clients = {"min_available_nodes": options["clients"], "min_train_nodes": 1}
     private = options["noise"] is not None
-    # Noise hides each client only if all clients count equally.
-    weight = {"weighted_by_key": ONE if private else "num-examples"}
+    defaults = {
+        "min_available_nodes": options["clients"],
+        "min_train_nodes": 1,
+        # Noise hides each client only if all clients count equally.
+        "weighted_by_key": ONE if private else "num-examples",
+    }
     try:
-        inner = kind(**{**clients, **weight, **given})
+        inner = kind(**defaults | given)
     except ValueError as error:
         raise MespError(f"--strategy-options do not suit {options['strategy']}: {error}") from error
     if not private:
@@ -84,9 +87,9 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
 
 def state_of(inner: Strategy) -> bytes | None:
     arrays = {
-        f"{field}/{name}": array
-        for field in KEPT
-        for name, array in (getattr(_innermost(inner), field, None) or {}).items()
+        f"{kind}/{name}": array
+        for kind in KEPT
+        for name, array in (getattr(_innermost(inner), kind, None) or {}).items()
     }
     if not arrays:
         return None
@@ -96,18 +99,18 @@ def state_of(inner: Strategy) -> bytes | None:
 
 
 def restore(inner: Strategy, path: Path) -> None:
-    """Restores a strategy's state from a file of `state_of`'s bytes."""
     kept = dict(np.load(path)) if path.exists() else {}
-    for field in KEPT:
-        if hasattr(_innermost(inner), field):
-            arrays = {n.partition("/")[2]: kept[n] for n in kept if n.startswith(f"{field}/")}
-            setattr(_innermost(inner), field, arrays or None)
+    for kind in KEPT:
+        if hasattr(_innermost(inner), kind):
+            arrays = {n.partition("/")[2]: kept[n] for n in kept if n.startswith(f"{kind}/")}
+            setattr(_innermost(inner), kind, arrays or None)
 
 
 def _innermost(inner: Strategy) -> Strategy:
     return getattr(inner, "strategy", inner)
 
 
+@dataclass
 class Screened(Strategy):
     """A strategy that passes only valid answers to the strategy `inner`.
 
@@ -116,27 +119,17 @@ class Screened(Strategy):
     change is scaled down to a norm of at most `clip`.
     """
 
-    def __init__(
-        self,
-        inner: Strategy,
-        first: int,
-        exchange: str,
-        most_targets: int,
-        needed: int,
-        clip: float | None,
-        keep: Keep,
-    ) -> None:
-        self.inner = inner
-        self.first = first
-        self.exchange = exchange
-        self.most_targets = most_targets
-        self.needed = needed
-        self.clip = clip
-        self.keep = keep
-        self.sent: Arrays = {}
-        self.asked: set[int] = set()
-        self.names: dict[int, str] = {}
-        self.report: dict[str, Any] = {}
+    inner: Strategy
+    first: int
+    exchange: str
+    most_targets: int
+    needed: int
+    clip: float | None
+    keep: Callable[[int, Arrays, dict[str, Any]], Arrays]
+    sent: Arrays = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)
+    names: dict[int, str] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -187,7 +180,7 @@ class Screened(Strategy):
         taken.sort(key=lambda each: each[:2])
         replies = [reply for *_, reply in taken]
         self.report |= self._report(replies) | {"bytes_up": up, "left_out": sorted(left_out)}
-        if _is_private(self.inner):
+        if isinstance(self.inner, strategy.DifferentialPrivacyClientSideFixedClipping):
             self.inner.num_sampled_clients = len(taken)
         averaged, metrics = self.inner.aggregate_train(number, replies)
         if averaged is None:
@@ -227,8 +220,7 @@ class Screened(Strategy):
             arrays = clip_update(arrays, self.sent, self.clip)
         kept = {"num-examples": targets, "loss": loss, "footprint-bytes": footprint, ONE: 1}
         arrays = {name: arrays[name] for name in self.sent}
-        content = {"arrays": to_record(arrays), "metrics": MetricRecord(kept)}
-        reply.content = RecordDict(content)
+        reply.content = RecordDict({"arrays": to_record(arrays), "metrics": MetricRecord(kept)})
         return reply
 
     def _report(self, replies: list[Message]) -> dict[str, Any]:
@@ -262,10 +254,6 @@ class Screened(Strategy):
 
     def summary(self) -> None:
         self.inner.summary()
-
-
-def _is_private(inner: Strategy) -> bool:
-    return hasattr(inner, "num_sampled_clients")
 
 
 def _printable(text: object) -> str:
