@@ -1,10 +1,12 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from helpers.commands import call
-from helpers.federations import RANK, RECORDS, SEQ_LEN, write_records
+from helpers.federations import RANK, RECORDS, SEQ_LEN, federation, write_records
 from mesp.engine.build import find_engine
+from mesp.federate.federation import Federation
 
 
 @pytest.fixture(scope="module")
@@ -22,3 +24,11 @@ def bundle(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ("--data", data, "--seq-len", SEQ_LEN, "--rank", RANK)
     call("export", "--model", "demo", "--out", path, *options)
     return path
+
+
+@pytest.fixture
+def federate(bundle: Path, data: Path, tmp_path: Path) -> Callable[..., Federation]:
+    def federate(*options: object, name: str = "f") -> Federation:
+        return federation(bundle, data, tmp_path / name, *options)
+
+    return federate

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from itertools import pairwise
@@ -60,13 +61,16 @@ from mesp.federate.partition import Partition, read_topics, share_out
 from mesp.models.architecture import Architecture
 from mesp.runs.log import RunLog
 
+Federate = Callable[..., Federation]
+Joined = Callable[..., AbstractContextManager[tuple[SuperLink, "Node"]]]
+
 
 @pytest.fixture
-def begin(bundle: Path, data: Path, tmp_path: Path) -> Callable[..., Federation]:
+def begin(federate: Federate) -> Federate:
     """Makes a federation for which round 0 is saved."""
 
     def begun(*options: object) -> Federation:
-        made = federation(bundle, data, tmp_path / "f", *options)
+        made = federate(*options)
         made.rounds.save(0, None, {})
         return made
 
@@ -81,7 +85,7 @@ def a_round(federation: Federation, number: int, start: Arrays, client: int = 0)
 @pytest.mark.parametrize("frozen", ["--no-freeze-a", "--freeze-a"])
 @pytest.mark.parametrize("update", [SGD, ()], ids=["sgd", "adamw8bit"])
 def test_a_client_with_all_data_does_what_mesp_train_does(
-    bundle: Path, tmp_path: Path, begin: Callable[..., Federation], update: tuple, frozen: str
+    bundle: Path, tmp_path: Path, begin: Federate, update: tuple, frozen: str
 ):
     options = ("--steps", 5, "--batch-size", 2, *update, frozen)
     whole = begin("--clients", 1, "--rounds", 1, *options)
@@ -96,7 +100,7 @@ def test_a_client_with_all_data_does_what_mesp_train_does(
 
 
 @pytest.mark.slow
-def test_rounds_of_sgd_are_one_run(bundle: Path, tmp_path: Path, begin: Callable[..., Federation]):
+def test_rounds_of_sgd_are_one_run(bundle: Path, tmp_path: Path, begin: Federate):
     whole = begin("--clients", 1, "--rounds", 3, "--steps", 2, *SGD, "--no-freeze-a")
     arrays = whole.rounds.arrays(0)
     for number in (1, 2, 3):
@@ -107,9 +111,7 @@ def test_rounds_of_sgd_are_one_run(bundle: Path, tmp_path: Path, begin: Callable
 
 
 @pytest.mark.slow
-def test_the_moments_of_adamw_begin_again_each_round(
-    bundle: Path, tmp_path: Path, begin: Callable[..., Federation]
-):
+def test_the_moments_of_adamw_begin_again_each_round(bundle: Path, tmp_path: Path, begin: Federate):
     options = ("--optimizer", "adamw", "--clients", 1, "--rounds", 2, "--no-freeze-a")
     whole = begin(*options, "--steps", 1)
     first = a_round(whole, 1, whole.rounds.arrays(0)).arrays
@@ -165,7 +167,7 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
 
 
 @pytest.mark.slow
-def test_fedprox_adds_its_term_to_the_gradient(begin: Callable[..., Federation]):
+def test_fedprox_adds_its_term_to_the_gradient(begin: Federate):
     whole = begin("--clients", 1, "--rounds", 1, *SGD)
     start = whole.rounds.arrays(0)
     one = whole.client(0)
@@ -179,7 +181,7 @@ def test_fedprox_adds_its_term_to_the_gradient(begin: Callable[..., Federation])
     assert np.linalg.norm(pulled - expected) <= 1e-5 * np.linalg.norm(expected)
 
 
-def test_a_client_refuses_in_a_sentence(begin: Callable[..., Federation]):
+def test_a_client_refuses_in_a_sentence(begin: Federate):
     whole = begin("--clients", 1, "--rounds", 1)
     start = whole.rounds.arrays(0)
     one, config = whole.client(0), {**whole.config, "server-round": 1}
@@ -276,7 +278,7 @@ def test_matrices_that_do_not_fit_are_named():
 
 def test_shares_are_a_partition_in_the_datas_order(data: Path):
     topics, held_out = read_topics(str(data))
-    everything = as_json([unit.record for unit in topics["train"]])
+    everything = as_json(topics["train"])
     assert everything == [json.dumps(record) for record in RECORDS[:32]]
     assert len(held_out) == 8
     for split in ("iid", "dirichlet:0.5"):
@@ -403,9 +405,9 @@ def test_another_part_of_each_topic_is_held_out(tmp_path: Path):
 
 @pytest.mark.slow
 def test_round_0_is_the_adapters_that_mesp_train_starts_from(
-    bundle: Path, data: Path, tmp_path: Path
+    bundle: Path, federate: Federate, tmp_path: Path
 ):
-    whole = federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1)
+    whole = federate("--clients", 2, "--rounds", 1)
     record = whole.rounds.save(0, None, {})
     options = ("--steps", 1, "--val-batches", 25, "--learning-rate", 1e-30)
     run("train", bundle, "--out", tmp_path / "run", *options)
@@ -417,8 +419,8 @@ def test_round_0_is_the_adapters_that_mesp_train_starts_from(
     assert not (whole.rounds.folder / "partial").exists()
 
 
-def test_a_round_that_was_not_finished_is_none(bundle: Path, data: Path, tmp_path: Path):
-    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1)
+def test_a_round_that_was_not_finished_is_none(federate: Federate):
+    whole = federate("--clients", 1, "--rounds", 1)
     assert whole.rounds.last is None
     (whole.rounds.folder / "partial" / "run").mkdir(parents=True)
     assert whole.rounds.last is None
@@ -454,10 +456,10 @@ for folder, kind, number in json.loads(sys.argv[1]):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "crash", "power"])
 def test_a_round_is_whole_or_not_there_whichever_call_failed(
-    bundle: Path, data: Path, tmp_path: Path, faults: Path, kind: str
+    federate: Federate, tmp_path: Path, faults: Path, kind: str
 ):
     options = ("--clients", 1, "--rounds", 1, "--val-batches", 1)
-    whole = federation(bundle, data, tmp_path / "whole", *options)
+    whole = federate(*options, name="whole")
     whole.write()
     whole.rounds.save(0, None, {})
     expected = whole.rounds.arrays(0)
@@ -562,10 +564,10 @@ def test_a_loss_of_power_at_any_call_leaves_whole_rounds(
     ],
 )
 def test_what_does_not_go_together_is_refused(
-    bundle: Path, data: Path, tmp_path: Path, options: tuple, said: str
+    federate: Federate, tmp_path: Path, options: tuple, said: str
 ):
     with pytest.raises((MespError, Failed)) as caught:
-        federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1, *options)
+        federate("--clients", 2, "--rounds", 1, *options)
     assert said in caught.value.message
     assert not (tmp_path / "f" / "settings.json").exists()
 
@@ -579,30 +581,27 @@ def test_without_flower_a_sentence_says_what_to_install(
     assert done.stderr.startswith("Error: mesp federate needs Flower: ")
 
 
-def test_a_federation_goes_on_with_its_settings(bundle: Path, data: Path, tmp_path: Path):
-    first = federation(
-        *(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1, "--steps", 3),
-        *("--split", "dirichlet:5", "--freeze-a"),
+def test_a_federation_goes_on_with_its_settings(federate: Federate):
+    first = federate(
+        "--clients", 2, "--rounds", 1, "--steps", 3, "--split", "dirichlet:5", "--freeze-a"
     )
-    on = federation(bundle, data, tmp_path / "f", "--resume", "--rounds", 4)
+    on = federate("--resume", "--rounds", 4)
     assert on.options == first.options | {"rounds": 4, "resume": True}
     with pytest.raises(MespError, match="`steps` is 3 and cannot become 4"):
-        federation(bundle, data, tmp_path / "f", "--resume", "--steps", 4)
+        federate("--resume", "--steps", 4)
     with pytest.raises(MespError, match="already holds a federation"):
-        federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1)
+        federate("--clients", 2, "--rounds", 1)
 
 
 @pytest.mark.parametrize(
     ("given", "options"), [((), {}), (("--strategy-options", "eta=0.01"), {"eta": 0.01})]
 )
-def test_strategy_options_are_kept(
-    bundle: Path, data: Path, tmp_path: Path, given: tuple, options: dict
-):
-    first = federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1, *given)
+def test_strategy_options_are_kept(federate: Federate, tmp_path: Path, given: tuple, options: dict):
+    first = federate("--clients", 2, "--rounds", 1, *given)
     path = tmp_path / "f" / "settings.json"
 
     def goes_on() -> dict:
-        return federation(bundle, data, tmp_path / "f", "--resume", "--rounds", 4).options
+        return federate("--resume", "--rounds", 4).options
 
     kept = goes_on()
     assert (kept["strategy_options"], kept["rounds"]) == (options, 4)
@@ -683,8 +682,8 @@ def test_damaged_files_of_a_federation_are_named(tmp_path: Path, name: str, cont
             Rounds(tmp_path / "rounds", {}, {}).record(0)
 
 
-def test_a_client_is_told_no_paths(bundle: Path, data: Path, tmp_path: Path):
-    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1)
+def test_a_client_is_told_no_paths(bundle: Path, federate: Federate, tmp_path: Path):
+    whole = federate("--clients", 1, "--rounds", 1)
     assert whole.config["model"] == str(read_manifest(bundle).model) == "demo"
     assert not {"bundle", "data", "output", "adapters"} & whole.config.keys()
     assert str(tmp_path) not in json.dumps(whole.config)
@@ -694,12 +693,7 @@ OWN_FILES = {"node.key", "node.pub", "node.id", ".lock"}
 
 
 class Node:
-    def __init__(
-        self, link: str, bundle: Path, folder: Path, environment: dict[str, str] | None = None
-    ) -> None:
-        settings = folder.with_suffix(".json")
-        given = {"superlink": link, "folder": str(folder), "bundle": str(bundle)}
-        settings.write_text(json.dumps(given))
+    def __init__(self, settings: Path, environment: dict[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
             [find_engine(), "federate", settings],
             stdout=subprocess.PIPE,
@@ -736,10 +730,36 @@ class Node:
         return 1024 * int(re.search(r"VmHWM:\s+(\d+)", text)[1])
 
 
-def forever(handler: BaseHTTPRequestHandler) -> None:
-    handler.send_response(200)
-    handler.send_header("content-length", str(1 << 20))
+@pytest.fixture
+def node_at(bundle: Path, tmp_path: Path) -> Callable[..., Node]:
+    def start(superlink: str, **environment: str) -> Node:
+        settings, folder = tmp_path / "n.json", tmp_path / "n"
+        given = {"superlink": superlink, "folder": str(folder), "bundle": str(bundle)}
+        settings.write_text(json.dumps(given))
+        return Node(settings, os.environ | environment)
+
+    return start
+
+
+@pytest.fixture
+def joined(node_at: Callable[..., Node]) -> Joined:
+    @contextlib.contextmanager
+    def joined(environment: dict[str, str] | None = None, /, **answers: Callable) -> Iterator:
+        with SuperLink(**answers) as link, node_at(link.url, **environment or {}) as node:
+            yield link, node
+
+    return joined
+
+
+def begin_answer(handler: BaseHTTPRequestHandler, status: int = 200, **headers: object) -> None:
+    handler.send_response(status)
+    for name, value in headers.items():
+        handler.send_header(name.replace("_", "-"), str(value))
     handler.end_headers()
+
+
+def forever(handler: BaseHTTPRequestHandler) -> None:
+    begin_answer(handler, content_length=1 << 20)
     while True:
         handler.wfile.write(b"\x08")
         handler.wfile.flush()
@@ -748,17 +768,15 @@ def forever(handler: BaseHTTPRequestHandler) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["register_node", "pull_messages", "deactivate_node"])
-def test_a_node_ends_at_once_whatever_its_server_does(bundle: Path, tmp_path: Path, call: str):
-    with SuperLink(**{call: forever}) as link, Node(link.url, bundle, tmp_path / "n") as node:
+def test_a_node_ends_at_once_whatever_its_server_does(joined: Joined, call: str):
+    with joined(**{call: forever}) as (link, node):
         name = "pull-messages" if call == "deactivate_node" else call.replace("_", "-")
         wait_for(lambda: name in link.names())
         node.stop()
 
 
 def long(handler: BaseHTTPRequestHandler) -> None:
-    handler.send_response(200)
-    handler.send_header("content-length", str(600_000_000))
-    handler.end_headers()
+    begin_answer(handler, content_length=600_000_000)
     # On Linux, Foundation keeps reading until the node cancels the request. The pauses limit what
     # it reads before that.
     for _ in range(600):
@@ -767,8 +785,7 @@ def long(handler: BaseHTTPRequestHandler) -> None:
 
 
 def endless(handler: BaseHTTPRequestHandler) -> None:
-    handler.send_response(200)
-    handler.end_headers()
+    begin_answer(handler)
     while True:
         handler.wfile.write(bytes(1_000_000))
         time.sleep(0.01)
@@ -799,19 +816,13 @@ def endless_headers(handler: BaseHTTPRequestHandler) -> None:
 def compressed(handler: BaseHTTPRequestHandler, status: int = 200) -> None:
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
     content = packer.compress(bytes(1_000_000_000)) + packer.flush()
-    handler.send_response(status)
-    handler.send_header("content-encoding", "gzip")
-    handler.send_header("content-length", str(len(content)))
-    handler.end_headers()
+    begin_answer(handler, status, content_encoding="gzip", content_length=len(content))
     handler.wfile.write(content)
 
 
 def of_length(body: bytes, kind: str = "application/protobuf") -> Callable:
     def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.send_header("content-type", kind)
-        handler.send_header("content-length", str(len(body)))
-        handler.end_headers()
+        begin_answer(handler, content_type=kind, content_length=len(body))
         handler.wfile.write(body)
 
     return answer
@@ -839,10 +850,10 @@ LONG, UNSAID, DAMAGED = "more bytes than any answer", "compressed or without a l
 )
 @pytest.mark.parametrize("call", ["register_node", "pull_messages"])
 def test_an_answer_that_is_none_ends_a_node(
-    bundle: Path, tmp_path: Path, answer: Callable, said: str, call: str
+    joined: Joined, tmp_path: Path, answer: Callable, said: str, call: str
 ):
-    folder, peak = tmp_path / "n", 0
-    with SuperLink(**{call: answer}) as link, Node(link.url, bundle, folder) as node:
+    peak = 0
+    with joined(**{call: answer}) as (_, node):
 
         def has_ended() -> bool:
             nonlocal peak
@@ -854,7 +865,7 @@ def test_an_answer_that_is_none_ends_a_node(
         code, out, error = node.ended()
     assert code == 2 and said in error and error.count("\n") == 1
     assert peak < 150_000_000
-    assert {each.name for each in folder.rglob("*")} <= OWN_FILES
+    assert {each.name for each in (tmp_path / "n").rglob("*")} <= OWN_FILES
     types = [json.loads(line)["type"] for line in out.splitlines()]
     assert types == ["joined", "end"][: len(types)]
 
@@ -862,11 +873,8 @@ def test_an_answer_that_is_none_ends_a_node(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("status", [404, 500])
-def test_an_answer_of_an_error_that_is_compressed_ends_a_node(
-    bundle: Path, tmp_path: Path, status: int
-):
-    answer = partial(compressed, status=status)
-    with SuperLink(pull_messages=answer) as link, Node(link.url, bundle, tmp_path / "n") as node:
+def test_an_answer_of_an_error_that_is_compressed_ends_a_node(joined: Joined, status: int):
+    with joined(pull_messages=partial(compressed, status=status)) as (link, node):
         if status == 500:
             wait_for(lambda: link.names().count("pull-messages") > 3)
             assert node.peak_bytes() < 150_000_000
@@ -877,13 +885,11 @@ def test_an_answer_of_an_error_that_is_compressed_ends_a_node(
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_an_object_of_any_length_is_answered_as_a_failure(bundle: Path, tmp_path: Path):
+def test_an_object_of_any_length_is_answered_as_a_failure(joined: Joined):
     root, leaf = an_object("Message", [], b"1")[0], an_object("ArrayChunk", [], b"2")[0]
     messages = iter([message([root, leaf])])
-    with (
-        SuperLink(pull_messages=lambda _: next(messages, b""), pull_object=long) as link,
-        Node(link.url, bundle, tmp_path / "n") as node,
-    ):
+    pull = {"pull_messages": lambda _: next(messages, b""), "pull_object": long}
+    with joined(**pull) as (link, node):
         wait_for(lambda: "push-messages" in link.names())
         assert node.peak_bytes() < 150_000_000
         assert LONG in node.stop()
@@ -892,10 +898,8 @@ def test_an_object_of_any_length_is_answered_as_a_failure(bundle: Path, tmp_path
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("answer", [endless_headers, of_length(b"")], ids=["headers", "nothing"])
-def test_a_node_waits_for_a_server_that_says_nothing(
-    bundle: Path, tmp_path: Path, answer: Callable
-):
-    with SuperLink(pull_messages=answer) as link, Node(link.url, bundle, tmp_path / "n") as node:
+def test_a_node_waits_for_a_server_that_says_nothing(joined: Joined, answer: Callable):
+    with joined(pull_messages=answer) as (link, node):
         wait_for(lambda: link.names().count("pull-messages") > 2)
         assert node.peak_bytes() < 150_000_000
         node.stop()
@@ -904,8 +908,8 @@ def test_a_node_waits_for_a_server_that_says_nothing(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("age", [0, 7200], ids=["useless", "expired"])
-def test_many_messages_leave_nothing(bundle: Path, tmp_path: Path, age: int):
-    folder, count = tmp_path / "n", iter(range(60))
+def test_many_messages_leave_nothing(joined: Joined, tmp_path: Path, age: int):
+    count = iter(range(60))
 
     def pull(_: BaseHTTPRequestHandler) -> bytes:
         number = next(count, None)
@@ -914,13 +918,13 @@ def test_many_messages_leave_nothing(bundle: Path, tmp_path: Path, age: int):
         root = an_object("Message", [], str(number).encode())[0]
         return message([root], created=time.time() - age)
 
-    with SuperLink(pull_messages=pull) as link, Node(link.url, bundle, folder) as node:
+    with joined(pull_messages=pull) as (link, node):
         wait_for(lambda: link.names().count("pull-messages") > 61)
         assert node.peak_bytes() < 150_000_000
         out = node.stop()
     types = [json.loads(line)["type"] for line in out.splitlines()]
     assert types.count("dropped") == (60 if age else 0)
-    assert {each.name for each in folder.rglob("*")} == OWN_FILES
+    assert {each.name for each in (tmp_path / "n").rglob("*")} == OWN_FILES
 
 
 @pytest.fixture(scope="module")
@@ -955,12 +959,9 @@ def wrong_shape(arrays: Arrays, config: dict) -> tuple[Arrays, dict]:
     ids=["model", "name", "shape", "none", "steps", "length", "timeout", "exchange", "nan"],
 )
 def test_a_message_of_something_else_is_answered_as_a_failure(
-    bundle: Path, tmp_path: Path, asked: tuple, change: Callable, said: str
+    joined: Joined, tmp_path: Path, asked: tuple, change: Callable, said: str
 ):
-    with (
-        SuperLink(**asking(question(*change(*asked)), question(*asked))) as link,
-        Node(link.url, bundle, tmp_path / "n") as node,
-    ):
+    with joined(**asking(question(*change(*asked)), question(*asked))) as (link, node):
         wait_for(lambda: link.names().count("push-messages") == 2)
         wait_for(lambda: not (tmp_path / "n" / "message").exists())
         out = node.stop()
@@ -972,20 +973,17 @@ def test_a_message_of_something_else_is_answered_as_a_failure(
 
 @pytest.mark.slow
 def test_a_round_ends_in_time_whatever_happens_to_the_clock(
-    bundle: Path, tmp_path: Path, asked: tuple, clock_set_back: dict
+    joined: Joined, asked: tuple, clock_set_back: dict
 ):
     arrays, config = asked
     config = {**config, "steps": 100_000, "timeout": 20.0}
-    with (
-        SuperLink(**asking(question(arrays, config))) as link,
-        Node(link.url, bundle, tmp_path / "n", environment=clock_set_back) as node,
-    ):
+    with joined(clock_set_back, **asking(question(arrays, config))) as (link, node):
         wait_for(lambda: "push-messages" in link.names())
         assert "longer than the server waits" in node.stop()
 
 
 @pytest.mark.slow
-def test_a_message_takes_no_more_disk_than_the_adapters(bundle: Path, tmp_path: Path):
+def test_a_message_takes_no_more_disk_than_the_adapters(joined: Joined, tmp_path: Path):
     """The server offers 150 objects of 5 MB, more than the adapters take."""
     asked: list[int] = []
 
@@ -998,57 +996,48 @@ def test_a_message_takes_no_more_disk_than_the_adapters(bundle: Path, tmp_path: 
 
     root = an_object("Message", [], b"1")[0]
     messages = iter([message([root, *(chunk(number)[0] for number in range(150))])])
-    folder = tmp_path / "n"
-    with (
-        SuperLink(pull_messages=lambda _: next(messages, b""), pull_object=pull) as link,
-        Node(link.url, bundle, folder) as node,
-    ):
+    answers = {"pull_messages": lambda _: next(messages, b""), "pull_object": pull}
+    with joined(**answers) as (link, node):
         wait_for(lambda: "push-messages" in link.names())
         assert "more than this model's adapters take" in node.stop()
     assert len(asked) == 1
-    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 100_000
+    files = (file for file in (tmp_path / "n").rglob("*") if file.is_file())
+    assert sum(file.stat().st_size for file in files) < 100_000
 
 
 @pytest.mark.slow
-def test_a_redirect_is_not_followed(bundle: Path, tmp_path: Path):
+def test_a_redirect_is_not_followed(joined: Joined):
     with SuperLink() as other:
-
-        def redirect(handler: BaseHTTPRequestHandler) -> None:
-            handler.send_response(307)
-            handler.send_header("location", f"{other.url}/v1/fleet/register-node")
-            handler.send_header("content-length", "0")
-            handler.end_headers()
-
-        with (
-            SuperLink(register_node=redirect) as link,
-            Node(link.url, bundle, tmp_path / "n") as node,
-        ):
+        there = {"location": f"{other.url}/v1/fleet/register-node", "content_length": 0}
+        with joined(register_node=partial(begin_answer, status=307, **there)) as (_, node):
             assert "answers 307 to register-node" in node.refusal()
         assert other.calls == []
 
 
 @pytest.mark.slow
-def test_an_address_without_tls_is_of_this_machine(bundle: Path, tmp_path: Path):
-    with Node("http://192.168.0.1:8000", bundle, tmp_path / "n") as node:
+def test_an_address_without_tls_is_of_this_machine(node_at: Callable[..., Node], tmp_path: Path):
+    with node_at("http://192.168.0.1:8000") as node:
         assert "an address without TLS" in node.refusal()
     assert not (tmp_path / "n").exists()
 
 
 @pytest.mark.slow
-def test_two_nodes_do_not_share_a_folder(bundle: Path, tmp_path: Path):
-    with SuperLink() as link, Node(link.url, bundle, tmp_path / "n") as first:
+def test_two_nodes_do_not_share_a_folder(
+    joined: Joined, node_at: Callable[..., Node], tmp_path: Path
+):
+    with joined() as (link, first):
         wait_for(lambda: "pull-messages" in link.names())
-        with Node(link.url, bundle, tmp_path / "n") as second:
+        with node_at(link.url) as second:
             assert f"is writing to {tmp_path / 'n'}; wait for it" in second.refusal()
         first.stop()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="sees a file for a moment")
-def test_a_key_is_its_owners_from_the_moment_it_is_there(bundle: Path, tmp_path: Path):
+def test_a_key_is_its_owners_from_the_moment_it_is_there(joined: Joined, tmp_path: Path):
     before = os.umask(0)
     try:
-        with SuperLink() as link, Node(link.url, bundle, tmp_path / "n") as node:
+        with joined() as (link, node):
             seen = set()
             while "pull-messages" not in link.names():
                 with contextlib.suppress(OSError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import dataclasses
 import io
 import itertools
 import json
@@ -22,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,9 +34,10 @@ pytest.importorskip("flwr", reason="`make test-slow` installs flwr")
 import flwr.app as flwr
 from dp_accounting import dp_event, pld
 from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.serverapp.strategy import Strategy
 from flwr.supercore.task_identity import TaskIdentity
 
-from helpers.commands import HANG, command
+from helpers.commands import HANG, command, succeeded
 from helpers.federations import RECORDS, SGD, B, equal, federation, trained_here
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
@@ -57,22 +58,21 @@ def a_task() -> None:
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
 
 
-Change = Callable[[flwr.Message], flwr.Message | None]
+Federate = Callable[..., Federation]
+Change = Callable[[flwr.Message], object]
 
 
+def silent(_: flwr.Message) -> None:
+    pass
+
+
+@dataclass
 class Here:
-    def __init__(
-        self,
-        federation: Federation,
-        changes: dict[int, Change] | None = None,
-        node_config: dict | None = None,
-        tells: bool = True,
-    ) -> None:
-        self.tells = tells
-        self.federation = federation
-        self.node_config = node_config or {}
-        self.states: dict[int, flwr.RecordDict] = {}
-        self.changes = changes or {}
+    federation: Federation
+    changes: dict[int, Change] = field(default_factory=dict)
+    node_config: dict = field(default_factory=dict)
+    tells: bool = True
+    states: dict[int, flwr.RecordDict] = field(default_factory=dict)
 
     def get_node_ids(self) -> list[int]:
         return [100 + number for number in range(self.federation.options["clients"])]
@@ -88,14 +88,18 @@ class Here:
             context = flwr.Context(1, 100 + number, self.node_config, state, {})
             app = client_app(lambda _, client=client: client, tells=self.tells)
             reply = app(copy.deepcopy(message), context)
-            reply = self.changes.get(number, lambda reply: reply)(reply)
-            replies += [] if reply is None else [reply]
+            change = self.changes.get(number, lambda _: None)
+            change(reply)
+            replies += [] if change is silent else [reply]
         random.shuffle(replies)
         return replies
 
 
-def served(federation: Federation, changes: dict[int, Change] | None = None) -> Arrays:
-    serve(federation, Here(federation, changes), lambda _: None, timeout=None)
+def served(
+    federation: Federation, changes: dict[int, Change] | None = None, **of_clients: object
+) -> Arrays:
+    grid = Here(federation, changes or {}, **of_clients)
+    serve(federation, grid, lambda _: None, timeout=None)
     return federation.rounds.arrays(federation.options["rounds"])
 
 
@@ -103,25 +107,19 @@ FLOAT32 = ("--exchange", "float32")
 
 
 def keeping(sent: dict[int, Arrays], number: int) -> Change:
-    def unchanged(reply: flwr.Message) -> flwr.Message:
-        sent[number] = to_numpy(reply.content["arrays"])
-        return reply
-
-    return unchanged
+    return lambda reply: sent.update({number: to_numpy(reply.content["arrays"])})
 
 
-def test_one_client_and_one_round_are_mesp_train(bundle: Path, data: Path, tmp_path: Path):
+def test_one_client_and_one_round_are_mesp_train(bundle: Path, federate: Federate, tmp_path: Path):
     options = ("--steps", 4, "--batch-size", 2, "--no-freeze-a")
-    one = federation(
-        bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *FLOAT32, *options
-    )
+    one = federate("--clients", 1, "--rounds", 1, *FLOAT32, *options)
     assert equal(served(one), trained_here(bundle, tmp_path / "run", *options))
 
 
-def test_two_clients_with_equal_data_are_one(bundle: Path, data: Path, tmp_path: Path):
+def test_two_clients_with_equal_data_are_one(federate: Federate):
     options = ("--rounds", 2, "--steps", 2, *FLOAT32)
-    two = federation(bundle, data, tmp_path / "two", "--clients", 2, *options)
-    one = federation(bundle, data, tmp_path / "one", "--clients", 1, *options)
+    two = federate("--clients", 2, *options, name="two")
+    one = federate("--clients", 1, *options, name="one")
     for number in (0, 1):
         shutil.rmtree(two.client(number).data)
         shutil.copytree(one.client(0).data, two.client(number).data)
@@ -129,13 +127,11 @@ def test_two_clients_with_equal_data_are_one(bundle: Path, data: Path, tmp_path:
     assert two.rounds.record(2)["drift"] == 0
 
 
-def test_bfloat16_takes_half_the_bytes_and_rounds_what_is_added(
-    bundle: Path, data: Path, tmp_path: Path
-):
+def test_bfloat16_takes_half_the_bytes_and_rounds_what_is_added(federate: Federate):
     options = ("--clients", 2, "--rounds", 1, "--steps", 3, *SGD, "--freeze-a")
     found, records = [], []
     for exchange in ("float32", "bfloat16"):
-        each = federation(bundle, data, tmp_path / exchange, "--exchange", exchange, *options)
+        each = federate("--exchange", exchange, *options, name=exchange)
         found.append(served(each))
         records.append(each.rounds.record(1))
     exact, rounded = found
@@ -149,17 +145,12 @@ def test_bfloat16_takes_half_the_bytes_and_rounds_what_is_added(
         assert sizes == [4 * numbers + headers, 2 * numbers + headers]
 
 
-def test_a_small_update_of_a_large_number_is_not_lost_in_bfloat16(
-    bundle: Path, data: Path, tmp_path: Path
-):
-    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, "--steps", 1)
+def test_a_small_update_of_a_large_number_is_not_lost_in_bfloat16(federate: Federate):
+    whole = federate("--clients", 1, "--rounds", 1, "--steps", 1)
     whole.rounds.save(0, None, {})
     start = {name: array + 1000 for name, array in whole.rounds.arrays(0).items()}
     added = with_arrays(lambda a: {n: to_bfloat16(np.full(e.shape, 0.25)) for n, e in a.items()})
-    inner = make_strategy(whole.options)
-    screened = Screened(
-        inner, 0, "bfloat16", 10**6, 1, clip=None, keep=lambda _, arrays, __: arrays
-    )
+    screened = screening(make_strategy(whole.options), "bfloat16", 10**6)
     grid = Here(whole, {0: added})
     messages = screened.configure_train(1, to_record(start), flwr.ConfigRecord(whole.config), grid)
     averaged, _ = screened.aggregate_train(1, grid.send_and_receive(messages))
@@ -167,27 +158,32 @@ def test_a_small_update_of_a_large_number_is_not_lost_in_bfloat16(
         assert np.array_equal(array, start[name] + np.float32(0.25))
 
 
+def screening(inner: Strategy, exchange: str, most: int, clip: float | None = None) -> Screened:
+    return Screened(inner, 0, exchange, most, 1, clip, keep=lambda _, arrays, __: arrays)
+
+
+def answer(node: int, arrays: Arrays) -> flwr.Message:
+    question = flwr.Message(flwr.RecordDict(), dst_node_id=node, message_type="train")
+    content = {
+        "arrays": to_record(arrays),
+        "metrics": flwr.MetricRecord({"num-examples": 3, "loss": 1.5, "footprint-bytes": 10}),
+        "about": flwr.ConfigRecord({"name": "Ann"}),
+    }
+    return flwr.Message(flwr.RecordDict(content), reply_to=question)
+
+
 def test_a_result_that_is_not_finite_is_refused():
     start = {"m.lora_b": np.ones((2, 3), np.float32)}
     infinite = to_record({name: array * np.inf for name, array in start.items()})
     inner = SimpleNamespace(aggregate_train=lambda *_: (infinite, None))
-    screened = Screened(inner, 0, "float32", 10, 1, clip=None, keep=lambda _, arrays, __: arrays)
+    screened = screening(inner, "float32", 10)
     screened.sent, screened.asked = start, {1}
-    question = flwr.Message(flwr.RecordDict(), dst_node_id=1, message_type="train")
-    content = {
-        "arrays": to_record(start),
-        "metrics": flwr.MetricRecord({"num-examples": 3, "loss": 1.5, "footprint-bytes": 10}),
-        "about": flwr.ConfigRecord({"name": "Ann"}),
-    }
-    reply = flwr.Message(flwr.RecordDict(content), reply_to=question)
     with pytest.raises(MespError, match="adapters of round 1 are not finite"):
-        screened.aggregate_train(1, [reply])
+        screened.aggregate_train(1, [answer(1, start)])
 
 
-def test_with_a_frozen_every_a_is_that_of_the_seed(bundle: Path, data: Path, tmp_path: Path):
-    frozen = federation(
-        bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 2, "--steps", 2, "--freeze-a"
-    )
+def test_with_a_frozen_every_a_is_that_of_the_seed(federate: Federate):
+    frozen = federate("--clients", 2, "--rounds", 2, "--steps", 2, "--freeze-a")
     served(frozen)
     first, last = (read_arrays(frozen.rounds.path(n) / "adapters") for n in (0, 2))
     assert first.keys() == last.keys()
@@ -228,40 +224,21 @@ def test_half_a_billion_parameters_travel_in_5_mb():
 
 
 def with_arrays(change: Callable[[Arrays], Arrays]) -> Change:
-    def changed(reply: flwr.Message) -> flwr.Message:
+    def changed(reply: flwr.Message) -> None:
         reply.content["arrays"] = to_record(change(to_numpy(reply.content["arrays"])))
-        return reply
 
     return changed
 
 
 def with_metric(name: str, value: float) -> Change:
-    def changed(reply: flwr.Message) -> flwr.Message:
-        reply.content["metrics"][name] = value
-        return reply
-
-    return changed
-
-
-def without(record: str) -> Change:
-    def changed(reply: flwr.Message) -> flwr.Message:
-        del reply.content[record]
-        return reply
-
-    return changed
-
-
-def nothing(reply: flwr.Message) -> flwr.Message:
-    reply.content = flwr.RecordDict({})
-    return reply
+    return lambda reply: reply.content["metrics"].update({name: value})
 
 
 def with_data(change: Callable[[bytes], bytes]) -> Change:
-    def changed(reply: flwr.Message) -> flwr.Message:
+    def changed(reply: flwr.Message) -> None:
         array = reply.content["arrays"][B]
         data = change(array.data)
         reply.content["arrays"][B] = flwr.Array(array.dtype, array.shape, array.stype, data)
-        return reply
 
     return changed
 
@@ -273,21 +250,20 @@ def npz(data: bytes) -> bytes:
 
 
 BAD = {
-    "is silent": (lambda _: None, "node 101: did not answer in time"),
-    "sends nothing": (nothing, "node 101: its answer does not follow"),
+    "is silent": (silent, "node 101: did not answer in time"),
+    "sends nothing": (lambda reply: reply.content.clear(), "node 101: its answer does not follow"),
     "sends NaN": (with_arrays(lambda a: a | {B: a[B] * np.nan}), "is not finite"),
     "sends another shape": (
-        with_arrays(lambda a: a | {B: a[B][:, :, :-1].copy()}),
-        "and not float32",
+        with_arrays(lambda a: a | {B: a[B][:, :, :-1].copy()}), "and not float32",
     ),
     "sends float64": (with_arrays(lambda a: a | {B: a[B].astype(float)}), "and not float32"),
     "is of another model": (
-        with_arrays(
-            lambda a: {name.replace("q_proj", "qkv_proj"): each for name, each in a.items()}
-        ),
+        with_arrays(lambda a: {n.replace("q_proj", "qkv_proj"): each for n, each in a.items()}),
         "is of another model",
     ),
-    "has no name": (without("about"), "node 101: its answer does not follow"),
+    "has no name": (
+        lambda reply: reply.content.pop("about"), "node 101: its answer does not follow",
+    ),
     "claims too much": (with_metric("num-examples", 10**9), "counts 1000000000 targets"),
     "claims nothing": (with_metric("num-examples", 0), "counts 0 targets"),
     "has no loss": (with_metric("loss", float("nan")), "its metrics do not follow"),
@@ -296,16 +272,14 @@ BAD = {
     "sends too much": (with_data(lambda data: data + bytes(1 << 20)), "bytes, more than the"),
     "sends 3e38": (with_arrays(lambda a: a | {B: np.full_like(a[B], 3e38)}), "larger than 1e+06"),
     "has footprints": (with_metric("footprint-bytes", -1), "its metrics do not follow"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_client_that_does_not_fit_is_left_out_and_named(
-    bundle: Path, data: Path, tmp_path: Path, kind: str
-):
+def test_a_client_that_does_not_fit_is_left_out_and_named(federate: Federate, kind: str):
     change, said = BAD[kind]
     options = ("--clients", 3, "--rounds", 1, "--steps", 1, *FLOAT32)
-    whole = federation(bundle, data, tmp_path / "f", *options)
+    whole = federate(*options)
     sent: dict[int, Arrays] = {}
 
     averaged = served(whole, {0: keeping(sent, 0), 1: change, 2: keeping(sent, 2)})
@@ -354,27 +328,19 @@ def damage(reply: flwr.Message, random: random.Random) -> None:
         content[kind][name] = random.choice(HOSTILE)
 
 
-def test_no_answer_ends_a_federation(bundle: Path, data: Path, tmp_path: Path):
+def test_no_answer_ends_a_federation(federate: Federate):
     options = ("--clients", 2, "--rounds", 1, "--clip", 1.0, "--noise", 0.5)
-    inner = make_strategy(federation(bundle, data, tmp_path / "f", *options).options)
+    inner = make_strategy(federate(*options).options)
     start = {"m.lora_a": np.ones((2, 3, 4), np.float32), "m.lora_b": np.zeros((2, 4, 3), "f4")}
-    metrics = {"num-examples": 3, "loss": 1.5, "footprint-bytes": 10}
     generator, left_out = random.Random(0), 0
     cases = int(os.environ.get("MESP_FUZZ_CASES", "400"))
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
     for exchange in ("float32", "bfloat16"):
-        screened = Screened(inner, 0, exchange, 10, 1, clip=1.0, keep=lambda _, arrays, __: arrays)
+        screened = screening(inner, exchange, 10, clip=1.0)
         for _ in range(cases // 2):
             screened.sent, screened.asked = start, {1, 2}
-            replies = []
-            for node in (1, 2):
-                question = flwr.Message(flwr.RecordDict(), dst_node_id=node, message_type="train")
-                content = {
-                    "arrays": to_record(start if exchange == "float32" else pack(start)),
-                    "metrics": flwr.MetricRecord(dict(metrics)),
-                    "about": flwr.ConfigRecord({"name": "Ann"}),
-                }
-                replies.append(flwr.Message(flwr.RecordDict(content), reply_to=question))
+            sent = start if exchange == "float32" else pack(start)
+            replies = [answer(node, sent) for node in (1, 2)]
             with contextlib.suppress(TypeError, ValueError, KeyError):  # Flower's own checks
                 damage(replies[1], generator)
             arrays, _ = screened.aggregate_train(1, replies)
@@ -387,58 +353,48 @@ def test_no_answer_ends_a_federation(bundle: Path, data: Path, tmp_path: Path):
     assert cases / 4 < left_out < cases
 
 
-def test_nobody_can_spoil_a_round_with_more_than_is_asked_for(
-    bundle: Path, data: Path, tmp_path: Path
-):
-    def more(reply: flwr.Message) -> flwr.Message:
+def test_nobody_can_spoil_a_round_with_more_than_is_asked_for(federate: Federate):
+    def more(reply: flwr.Message) -> None:
         reply.content["metrics"]["other"] = 1.0
         reply.content["others"] = flwr.MetricRecord({"other": 1.0})
         reply.content["more"] = to_record({"more": np.zeros(3)})
         reply.content["about"]["name"] = "client 0"
         arrays = to_numpy(reply.content["arrays"])
         reply.content["arrays"] = to_record({name: arrays[name] for name in sorted(arrays)[::-1]})
-        return reply
 
     options = ("--clients", 2, "--rounds", 1, "--steps", 1, *FLOAT32)
-    plain = federation(bundle, data, tmp_path / "plain", *options)
-    more_sent = federation(bundle, data, tmp_path / "more", *options)
+    plain = federate(*options, name="plain")
+    more_sent = federate(*options, name="more")
     assert equal(served(plain), served(more_sent, {1: more}))
     assert [each["name"] for each in more_sent.rounds.record(1)["clients"]] == ["client 0"] * 2
 
 
-def test_a_client_whose_run_fails_is_left_out(bundle: Path, data: Path, tmp_path: Path):
-    whole = federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1, "--steps", 1)
+@pytest.mark.parametrize("tells", [True, False], ids=["here", "on another machine"])
+def test_a_client_whose_run_fails_is_left_out(federate: Federate, tells: bool):
+    whole = federate("--clients", 2, "--rounds", 1, "--steps", 1)
     shutil.rmtree(whole.client(1).data)
-    served(whole)
+    served(whole, tells=tells)
     record = whole.rounds.record(1)
     assert [client["name"] for client in record["clients"]] == ["client 0"]
     (sentence,) = record["left_out"]
-    assert sentence.startswith("client 1: ") and str(whole.client(1).data) in sentence
+    if tells:
+        assert sentence.startswith("client 1: ") and str(whole.client(1).data) in sentence
+    else:
+        assert sentence == "client 1: it could not train; its own log says why."
 
 
-def test_a_client_on_another_machine_tells_no_paths(bundle: Path, data: Path, tmp_path: Path):
-    whole = federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1, "--steps", 1)
-    shutil.rmtree(whole.client(1).data)
-    serve(whole, Here(whole, tells=False), lambda _: None, timeout=None)
-    (sentence,) = whole.rounds.record(1)["left_out"]
-    assert sentence == "client 1: it could not train; its own log says why."
-
-
-def test_what_a_stranger_sends_is_shown_without_what_a_terminal_obeys(
-    bundle: Path, data: Path, tmp_path: Path
-):
-    def named(reply: flwr.Message) -> flwr.Message:
+def test_what_a_stranger_sends_is_shown_without_what_a_terminal_obeys(federate: Federate):
+    def named(reply: flwr.Message) -> None:
         reply.content["about"]["name"] = "\x1b[2J" + "Ann" * 1000
-        return reply
 
-    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, "--steps", 1)
+    whole = federate("--clients", 1, "--rounds", 1, "--steps", 1)
     served(whole, {0: named})
     (client,) = whole.rounds.record(1)["clients"]
     assert client["name"].startswith(" [2JAnn") and len(client["name"]) == 500
 
 
-def test_one_server_at_a_time(bundle: Path, data: Path, tmp_path: Path):
-    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, "--steps", 1)
+def test_one_server_at_a_time(federate: Federate):
+    whole = federate("--clients", 1, "--rounds", 1, "--steps", 1)
     refused = []
 
     def another(record: dict) -> None:
@@ -450,20 +406,18 @@ def test_one_server_at_a_time(bundle: Path, data: Path, tmp_path: Path):
     assert refused == [0, 1]
 
 
-def test_a_round_that_nobody_can_serve_ends_in_a_sentence(bundle: Path, data: Path, tmp_path: Path):
-    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1)
+def test_a_round_that_nobody_can_serve_ends_in_a_sentence(federate: Federate):
+    whole = federate("--clients", 1, "--rounds", 1)
     shutil.rmtree(whole.client(0).data)
     with pytest.raises(MespError, match="Round 1 has adapters of 0 clients and needs 1: client 0"):
         served(whole)
     assert whole.rounds.last == 0
 
 
-def test_a_killed_server_goes_on_to_the_same_adapters(bundle: Path, data: Path, tmp_path: Path):
+def test_a_killed_server_goes_on_to_the_same_adapters(federate: Federate):
     options = ("--clients", 2, "--rounds", 3, "--steps", 1, "--strategy", "fedadam")
     options += ("--strategy-options", "eta=0.01,beta_1=0.9", *FLOAT32)
-    straight, killed = (
-        federation(bundle, data, tmp_path / name, *options) for name in ("straight", "killed")
-    )
+    straight, killed = (federate(*options, name=name) for name in ("straight", "killed"))
 
     def kill(record: dict) -> None:
         if record["round"] == 2:
@@ -486,71 +440,57 @@ def test_a_killed_server_goes_on_to_the_same_adapters(bundle: Path, data: Path, 
         ("multikrum", ("num_malicious_nodes=1", "num_nodes_to_select=2")),
     ],
 )
-def test_strategies_of_flower_lower_the_loss(
-    bundle: Path, data: Path, tmp_path: Path, strategy: str, given: tuple
-):
+def test_strategies_of_flower_lower_the_loss(federate: Federate, strategy: str, given: tuple):
     options = ("--clients", 4, "--rounds", 1, "--steps", 3, "--strategy", strategy)
     options += ("--strategy-options", ",".join(given)) if given else ()
-    whole = federation(bundle, data, tmp_path / "f", *options)
+    whole = federate(*options)
     served(whole)
     before, after = (record["held_out_loss"] for record in whole.rounds.records())
     assert after < before
 
 
-def test_krum_passes_over_a_client_that_sends_noise(bundle: Path, data: Path, tmp_path: Path):
+def test_krum_passes_over_a_client_that_sends_noise(federate: Federate):
     options = ("--clients", 4, "--rounds", 1, "--steps", 3, *FLOAT32)
     krum = ("--strategy", "krum", "--strategy-options", "num_malicious_nodes=1")
     noise = with_arrays(lambda a: {n: each + 10 for n, each in a.items()})
     losses = []
     for name, more in (("mean", ()), ("krum", krum)):
-        whole = federation(bundle, data, tmp_path / name, *options, *more)
+        whole = federate(*options, *more, name=name)
         served(whole, {1: noise})
         losses.append(whole.rounds.record(1)["held_out_loss"])
     before = whole.rounds.record(0)["held_out_loss"]
     assert losses[1] < before < losses[0]
 
 
-def test_an_unknown_option_of_a_strategy_is_refused(bundle: Path, data: Path, tmp_path: Path):
-    with pytest.raises(MespError, match="`strategy` fedavg has no option eta; it has"):
-        federation(
-            *(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1),
-            *("--strategy-options", "eta=1"),
-        )
-    assert not (tmp_path / "f").exists()
-
-
 @pytest.mark.parametrize(
     ("strategy", "given", "sentence"),
     [
-        ("krum", "num_malicious_nodes=nan", "num_malicious_nodes=nan is not a whole number"),
+        ("fedavg", "eta=1", "`strategy` fedavg has no option eta; it has"),
+        ("krum", "num_malicious_nodes=nan", "_nodes': nan}, and must be an object of numbers"),
         ("krum", "num_malicious_nodes=1.9", "num_malicious_nodes=1.9 is not a whole number"),
-        ("fedadam", "eta=inf", "eta=inf is not a finite number"),
+        ("fedadam", "eta=inf", "'eta': inf}, and must be an object of numbers"),
         ("trimmed", "beta=0.5", "do not suit trimmed: .*beta"),
         ("fedavg", "fraction_train=2", "fraction_train is above 0 and at most 1"),
         ("fedavg", "min_train_nodes=3", "min_train_nodes is above 0 and at most 2"),
     ],
 )
 def test_options_that_a_strategy_cannot_take_are_refused(
-    bundle: Path, data: Path, tmp_path: Path, strategy: str, given: str, sentence: str
+    federate: Federate, tmp_path: Path, strategy: str, given: str, sentence: str
 ):
     with pytest.raises(MespError, match=sentence):
-        federation(
-            *(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1),
-            *("--strategy", strategy, "--strategy-options", given),
-        )
+        federate("--clients", 2, "--rounds", 1, "--strategy", strategy, "--strategy-options", given)
     assert not (tmp_path / "f").exists()
 
 
 @pytest.mark.parametrize("size", [0, 1e-30], ids=str)
-def test_a_client_that_changes_almost_nothing_is_averaged(
-    bundle: Path, data: Path, tmp_path: Path, size: float
-):
+def test_a_client_that_changes_almost_nothing_is_averaged(federate: Federate, size: float):
     options = ("--clients", 2, "--rounds", 1, "--steps", 1, "--clip", 0.01)
-    whole = federation(bundle, data, tmp_path / "f", *options, *FLOAT32)
+    whole = federate(*options, *FLOAT32)
     sent: dict[int, Arrays] = {}
-    small = with_arrays(lambda _: {n: a + size for n, a in whole.rounds.arrays(0).items()})
-    small32 = with_arrays(lambda a: {n: each.astype(np.float32) for n, each in a.items()})
-    averaged = served(whole, {0: keeping(sent, 0), 1: lambda reply: small32(small(reply))})
+    small = with_arrays(
+        lambda _: {n: a + np.float32(size) for n, a in whole.rounds.arrays(0).items()}
+    )
+    averaged = served(whole, {0: keeping(sent, 0), 1: small})
     record = whole.rounds.record(1)
     assert record["left_out"] == [] and len(record["clients"]) == 2
     start = whole.rounds.arrays(0)
@@ -559,10 +499,10 @@ def test_a_client_that_changes_almost_nothing_is_averaged(
 
 
 def test_adapters_that_cannot_be_evaluated_are_not_kept(
-    bundle: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    federate: Federate, monkeypatch: pytest.MonkeyPatch
 ):
     options = ("--clients", 1, "--rounds", 3, "--steps", 1, "--strategy", "fedadam", *FLOAT32)
-    whole = federation(bundle, data, tmp_path / "f", *options, "--strategy-options", "eta=0.01")
+    whole = federate(*options, "--strategy-options", "eta=0.01")
     evaluate, said = federations.run_engine, "The loss on the valid data is not finite."
     calls = itertools.count()
 
@@ -583,9 +523,9 @@ def test_adapters_that_cannot_be_evaluated_are_not_kept(
 
 
 def test_where_nothing_can_be_evaluated_the_rounds_end(
-    bundle: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    federate: Federate, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, "--steps", 1)
+    whole = federate("--clients", 1, "--rounds", 1, "--steps", 1)
     whole.rounds.save(0, None, {})
 
     def fails(settings: dict):
@@ -597,25 +537,24 @@ def test_where_nothing_can_be_evaluated_the_rounds_end(
     assert whole.rounds.last == 0
 
 
-def test_clipping_bounds_what_one_client_adds(bundle: Path, data: Path, tmp_path: Path):
+def test_clipping_bounds_what_one_client_adds(federate: Federate):
     options = ("--clients", 2, "--rounds", 1, "--steps", 2, *FLOAT32)
-    clipped = federation(bundle, data, tmp_path / "f", *options, "--clip", 0.01)
+    clipped = federate(*options, "--clip", 0.01)
     after, before = served(clipped), clipped.rounds.arrays(0)
     norm = sum(float(np.square(after[name] - before[name]).sum()) for name in after) ** 0.5
     assert 0 < norm <= 0.01 * (1 + 1e-4)  # 1e-4 for rounding in float32
-    noisy = federation(bundle, data, tmp_path / "n", *options, "--clip", 0.01, "--noise", 3)
+    noisy = federate(*options, "--clip", 0.01, "--noise", 3, name="n")
     after = served(noisy)
     moved = np.concatenate([(after[name] - before[name]).ravel() for name in after])
     assert moved.std() == pytest.approx(3 * 0.01 / 2, rel=0.05)
 
 
 @pytest.mark.parametrize("exchange", ["float32", "bfloat16"])
-def test_a_client_adds_its_own_noise(bundle: Path, data: Path, tmp_path: Path, exchange: str):
+def test_a_client_adds_its_own_noise(federate: Federate, exchange: str):
     options = ("--clients", 1, "--rounds", 1, "--steps", 1, "--exchange", exchange)
-    whole = federation(bundle, data, tmp_path / "f", *options)
-    own = {"clip": 0.01, "epsilon": 0.5, "delta": 1e-5}
-    serve(whole, Here(whole, node_config=own), lambda _: None, timeout=None)
-    before, after = whole.rounds.arrays(0), whole.rounds.arrays(1)
+    whole = federate(*options)
+    after = served(whole, node_config={"clip": 0.01, "epsilon": 0.5, "delta": 1e-5})
+    before = whole.rounds.arrays(0)
     added = np.concatenate([(after[name] - before[name]).ravel() for name in after])
     # The client's update is far smaller than its noise. The noise is for a sensitivity of 2 · 0.01.
     assert added.std() == pytest.approx(0.02 * noise_for(0.5, 1e-5), rel=0.05)
@@ -649,9 +588,9 @@ def test_rounds_add_up_as_an_accountant_has_it():
         assert total == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
 
 
-def test_each_round_tells_the_privacy_of_all_so_far(bundle: Path, data: Path, tmp_path: Path):
+def test_each_round_tells_the_privacy_of_all_so_far(federate: Federate):
     options = ("--clients", 2, "--rounds", 2, "--steps", 1, "--clip", 0.01, "--noise", 2)
-    whole = federation(bundle, data, tmp_path / "f", *options, "--delta", 1e-4)
+    whole = federate(*options, "--delta", 1e-4)
     served(whole)
     records = whole.rounds.records()
     assert "epsilon" not in records[0]
@@ -661,38 +600,38 @@ def test_each_round_tells_the_privacy_of_all_so_far(bundle: Path, data: Path, tm
     total = f"ε {gaussian_epsilon(2, 1e-4, 2):.2f} at δ 0.0001"
     assert f"{total} so far" in line(records[2], 2, records[1])
     assert f"over all rounds: {total}." in summary(whole)
-    plain = federation(bundle, data, tmp_path / "p", *options[:-2])
+    plain = federate(*options[:-2], name="p")
     served(plain)
     assert "epsilon" not in plain.rounds.record(1) and "ε" not in summary(plain)
 
 
-def test_a_client_counts_its_answers(
-    bundle: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_client_counts_its_answers(federate: Federate, caplog: pytest.LogCaptureFixture):
     options = ("--clients", 1, "--rounds", 2, "--steps", 1, *FLOAT32)
-    whole = federation(bundle, data, tmp_path / "f", *options)
-    here = Here(whole, node_config={"clip": 0.01, "epsilon": 1.0, "delta": 1e-5})
+    whole = federate(*options)
     with caplog.at_level("INFO", logger="flwr"):
-        serve(whole, here, lambda _: None, timeout=None)
+        served(whole, node_config={"clip": 0.01, "epsilon": 1.0, "delta": 1e-5})
     said = re.findall(r"Answer (\d) has noise: all so far are \((.*?), 1e-05\)", caplog.text)
     both = gaussian_epsilon(noise_for(1, 1e-5), 1e-5, 2)
     assert said == [("1", "1"), ("2", f"{both:.3g}")] and 1 < both < 2
 
 
 def test_a_client_trains_privately(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    federate: Federate,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ):
     data, private = tmp_path / "data", {"dp_clip": 1.0, "dp_noise": 1.5, "dp_delta": 1e-4}
     data.mkdir()
     records = ({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(60))
     (data / "records.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     options = ("--clients", 2, "--rounds", 2, "--steps", 3, "--batch-size", 2, *FLOAT32)
-    whole = federation(bundle, data, tmp_path / "f", *options)
+    whole = federate(*options)
     find = Federation.client
     monkeypatch.setattr(
         Federation,
         "client",
-        lambda self, n: dataclasses.replace(find(self, n), privacy={} if n else private),
+        lambda self, n: replace(find(self, n), privacy={} if n else private),
     )
     with caplog.at_level("INFO", logger="flwr"):
         served(whole)
@@ -725,26 +664,23 @@ def test_a_client_sends_nothing_without_the_noise_that_it_asked_for(own: dict, s
         app(question, context)
 
 
-def test_flowers_simulation_gives_the_same_adapters(bundle: Path, data: Path, tmp_path: Path):
+def run_process(*arguments: object) -> subprocess.CompletedProcess:
+    line = command("federate", *arguments)
+    return succeeded(subprocess.run(line, capture_output=True, text=True))
+
+
+def test_flowers_simulation_gives_the_same_adapters(
+    federate: Federate, bundle: Path, data: Path, tmp_path: Path
+):
     options = ("--clients", 2, "--rounds", 2, "--steps", 2, "--freeze-a")
-    done = subprocess.run(
-        command("federate", bundle, "--data", data, "--out", tmp_path / "f", *options),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_process(bundle, "--data", data, "--out", tmp_path / "f", *options)
     simulated = Federation.read(tmp_path / "f")
-    here = federation(bundle, data, tmp_path / "here", *options)
+    here = federate(*options, name="here")
     assert equal(simulated.rounds.arrays(2), served(here))
     assert "Finished 2 rounds" in done.stdout
     shown = done.stderr.splitlines()
     assert [line.partition(":")[0] for line in shown] == ["round 0/2", "round 1/2", "round 2/2"]
-    on = subprocess.run(
-        command("federate", "--out", tmp_path / "f", "--resume", "--rounds", 3),
-        capture_output=True,
-        text=True,
-    )
-    assert on.returncode == 0, on.stderr
+    run_process("--out", tmp_path / "f", "--resume", "--rounds", 3)
     assert simulated.rounds.last == 3
 
 
@@ -891,17 +827,16 @@ class Deployment:
         return start
 
     def run(self, server: Federation) -> None:
-        options = ("--out", server.folder, "--resume", "--app")
-        done = subprocess.run(command("federate", *options), capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        done = self.flwr("run", server.folder / "app", "here")
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_process("--out", server.folder, "--resume", "--app")
+        succeeded(self.flwr("run", server.folder / "app", "here"))
 
 
-def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, tmp_path: Path):
+def test_real_processes_over_tls_with_authentication(
+    bundle: Path, federate: Federate, tmp_path: Path
+):
     """One of the phones' nodes is killed during the run and started again."""
     options = ("--clients", 3, "--rounds", 3, "--steps", 4, "--freeze-a")
-    server = federation(bundle, data, tmp_path / "server", *options)
+    server = federate(*options, name="server")
     with Deployment(tmp_path) as deployment:
         deployment.python_node("client 0", bundle, server.client(0).data)
         deployment.swift_node("client 1", bundle, server.client(1).data)
@@ -917,5 +852,5 @@ def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, t
         record = server.rounds.record(number)
         assert [client["name"] for client in record["clients"]] == [f"client {n}" for n in range(3)]
         assert record["left_out"] == []
-    simulated = federation(bundle, data, tmp_path / "simulated", *options)
+    simulated = federate(*options, name="simulated")
     assert equal(server.rounds.arrays(3), served(simulated))
