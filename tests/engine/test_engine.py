@@ -19,7 +19,7 @@ from mesp.engine.build import COUNTER, expected_version
 from mesp.engine.process import running
 from mesp.errors import MespError
 
-SWIFT = """#!/bin/sh
+SWIFT = """
 echo "$MESP_HOST_MLX $*" >> "$FAKES/calls"
 echo "[1/2] Compiling MeSPCore"
 while [ -e "$FAKES/slow" ]; do sleep 0.02; done
@@ -39,8 +39,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "fakes"
     folder.mkdir()
     shutil.copy(FAKE_ENGINE, folder / "engine")
-    (folder / "swift").write_text(SWIFT)
-    (folder / "swift").chmod(0o755)
+    write_program(folder / "swift", SWIFT)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKES", str(folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -101,23 +100,24 @@ def calls(fakes: Path) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
-def find_named(engine: object) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MESP_ENGINE", str(engine))
+def write_program(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_an_engine_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def find_named(engine: object) -> str:
+        monkeypatch.setenv("MESP_ENGINE", str(engine))
         return find(Path("/nowhere/checkout")).stderr.strip()
 
-
-def test_an_engine_that_does_not_fit_is_named(tmp_path: Path):
-    engine = tmp_path / "mesp-engine"
     for says, said in {
         "echo mesp-engine 9.9.9 with MLX 0.32.4": "mesp-engine 9.9.9 with MLX 0.32.4",
         "echo cannot load libmlx.so >&2; exit 127": "cannot load libmlx.so",
         "exit 1": "nothing",
     }.items():
-        engine.write_text(f"#!/bin/sh\n{says}\n")
-        engine.chmod(0o755)
         wanted = f"which is not {expected_version()}: it says {said}. Build it again, or unset"
-        assert wanted in find_named(engine)
+        assert wanted in find_named(write_program(tmp_path / "mesp-engine", says))
     nowhere = "MESP_ENGINE names /nowhere/mesp-engine, which is not a program."
     assert find_named("/nowhere/mesp-engine") == nowhere
 
@@ -138,19 +138,11 @@ def test_a_missing_engine_is_built_against_the_installed_mlx(checkout: Path, fak
     engine = checkout / ".build" / "release" / "mesp-engine"
     assert found.stdout.strip() == str(engine), found.stderr
     assert engine.exists()
-    ((mlx, *arguments),) = map(str.split, calls(fakes))
+    (call,) = calls(fakes)
+    mlx, _, arguments = call.partition(" ")
     assert (Path(mlx) / "include").is_dir()
-    assert arguments == [
-        "build",
-        "-c",
-        "release",
-        "--product",
-        "mesp-engine",
-        "--package-path",
-        str(checkout),
-        "-Xswiftc",
-        "-enable-testing",
-    ]
+    options = f"--product mesp-engine --package-path {checkout} -Xswiftc -enable-testing"
+    assert arguments == f"build -c release {options}"
 
 
 def test_a_missing_counter_is_built_from_the_ledgers_package(checkout: Path, fakes: Path):
@@ -175,8 +167,7 @@ def test_the_counter_beside_a_named_engine_is_taken(
     counter = tmp_path / "mesp-count"
     monkeypatch.setenv("MESP_ENGINE", str(tmp_path / "mesp-engine"))
     for version, taken in ((expected_version(COUNTER), True), ("mesp-count 9.9.9", False)):
-        counter.write_text(f"#!/bin/sh\necho {version}\n")
-        counter.chmod(0o755)
+        write_program(counter, f"echo {version}")
         assert (find(checkout, "find_counter").stdout.strip() == str(counter)) == taken
 
 
@@ -245,14 +236,10 @@ def test_the_engine_of_a_wheel_runs_with_the_mlx_of_its_headers_alone(
     ],
 )
 def test_an_engine_of_a_wheel_that_does_not_start_is_built_or_named(
-    does: str,
-    said: str,
-    installed: Path,
-    carried: Path,
-    fakes: Path,
+    does: str, said: str, installed: Path, carried: Path, fakes: Path,
     monkeypatch: pytest.MonkeyPatch,
-):
-    (carried / "mesp-engine").write_text(f"#!/bin/sh\n{does}\n")
+):  # fmt: skip
+    write_program(carried / "mesp-engine", does)
     assert find_carried(installed, carried).stdout.strip() not in ("", str(carried / "mesp-engine"))
     assert len(calls(fakes)) == 1
     monkeypatch.setenv("PATH", "/nowhere")
@@ -264,10 +251,7 @@ def test_an_installed_packages_engine_is_built_once(installed: Path, fakes: Path
     found = find(installed)
     engine = Path(found.stdout.strip())
     assert tmp_path / "cache" / "mesp" in engine.parents and os.access(engine, os.X_OK)
-    assert (
-        mesp.__version__ in engine.parent.name
-        and f"mlx-{metadata.version('mlx')}" in engine.parent.name
-    )
+    assert f"-{mesp.__version__}-mlx-{metadata.version('mlx')}-" in engine.parent.name
     assert found.stderr == f"Building mesp-engine in {engine.parent}, once; some minutes.\n"
     assert {path.name for path in engine.parent.iterdir()} == {"mesp-engine", "lock", "mlx"}
     again = find(installed)
@@ -300,7 +284,7 @@ def test_an_engine_that_does_not_start_any_more_is_built_again(
     body: str, installed: Path, fakes: Path
 ):
     engine = Path(find(installed).stdout.strip())
-    engine.write_text(f"#!/bin/sh\n{body}\n")
+    write_program(engine, body)
     assert find(installed).stdout.strip() == str(engine)
     assert len(calls(fakes)) == 2
     assert engine.read_bytes() == FAKE_ENGINE.read_bytes()
@@ -345,17 +329,16 @@ def test_a_program_of_somebody_else_is_not_run(
 ):
     if by == "another user" and os.getuid() != 0:
         pytest.skip("only root gives files away")
-    out, _ = start(installed).communicate()
-    engine = Path(out.strip())
-    engine.write_text(f"#!/bin/sh\ntouch {tmp_path / 'harm'}\n")
+    engine = Path(find(installed).stdout.strip())
+    write_program(engine, f"touch {tmp_path / 'harm'}")
     path = {"the engine": engine, "its folder": engine.parent, "the cache": engine.parents[1]}[what]
     if by == "everybody":
         path.chmod(0o777)
     else:
         os.chown(path, 12345, 12345)
-    found = start(installed)
-    _, said = found.communicate()
-    assert found.returncode == 1 and said.startswith(f"{path} is another user's"), said
+    found = find(installed)
+    assert found.returncode == 1, found.stderr
+    assert found.stderr.startswith(f"{path} is another user's"), found.stderr
     assert not (tmp_path / "harm").exists()
 
 
@@ -365,9 +348,7 @@ def test_a_program_of_somebody_else_is_not_run(
 def test_a_program_that_says_no_version_is_refused(
     prints: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\n{prints}\n")
-    program.chmod(0o755)
+    program = write_program(tmp_path / "program", prints)
     monkeypatch.setenv("MESP_ENGINE", str(program))
     monkeypatch.setattr(build, "VERSION_SECONDS", 1.0)
     with pytest.raises(MespError) as caught:
@@ -377,10 +358,9 @@ def test_a_program_that_says_no_version_is_refused(
 
 
 def test_what_is_no_record_is_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    program = tmp_path / "program"
     lines = ["5", "[]", "null", "[" * 100_000, "\\377", '{"type": "end"}']
-    program.write_text("#!/bin/sh\n" + "".join(f"printf '{line}\\n'\n" for line in lines))
-    program.chmod(0o755)
+    prints = "\n".join(f"printf '{line}\\n'" for line in lines)
+    program = write_program(tmp_path / "program", prints)
     with running([], {}, engine=program) as started:
         assert list(started) == [{"type": "end"}]
     started.check()

@@ -54,9 +54,8 @@ def model_with(bundle: Path, adapters: Path | None) -> nn.Module:
 def general_logs(model: nn.Module, bundle: Path, file: Path | None = None) -> tuple:
     """Returns log p of all words at each position of the general text, and the targets."""
     vocab_size = mesp.load(bundle).manifest.architecture.vocab_size
-    tokens = read_general_text(file, load_bundle_tokenizer(bundle), vocab_size).tokens.astype(
-        np.int32
-    )
+    text = read_general_text(file, load_bundle_tokenizer(bundle), vocab_size)
+    tokens = text.tokens.astype(np.int32)
     logs, targets = [], []
     for start in range(0, min(len(tokens) - 1, GENERAL_SEQUENCES * SEQ_LEN), SEQ_LEN):
         ids = mx.array(tokens[start : start + SEQ_LEN + 1])
@@ -112,17 +111,16 @@ def test_none_are_kept_where_held_out_loss_rises(bundle: Path, tmp_path: Path):
     first = train(bundle, tmp_path / "first")
     wild = ("--optimizer", "sgd", "--max-forgetting", 1, "--adapters", first.adapters)
     wild += ("--val-batches", VAL_BATCHES)
-    done = call(
-        "train", bundle, "--steps", 4, "--learning-rate", 30, *wild, "--out", tmp_path / "wild"
-    )
+    wild += ("--learning-rate", 30, "--out", tmp_path / "wild")
+    done = call("train", bundle, "--steps", 4, *wild)
     assert "Kept no adapters" in done.stdout
     kept = RunLog.load(tmp_path / "wild")
     assert kept.strength["strength"] == 0
     assert kept.strength["loss_after"] == kept.strength["loss_before"]
     expected = general_loss(model_with(bundle, kept.adapters), bundle)
     assert kept.strength["general_after"] == pytest.approx(expected, rel=1e-5)
-    same = (mx.load(str(each.adapters / "adapters.safetensors")) for each in (first, kept))
-    before, after = same
+    files = (str(each.adapters / "adapters.safetensors") for each in (first, kept))
+    before, after = map(mx.load, files)
     assert before.keys() == after.keys()
     assert all(mx.array_equal(before[name], after[name]) for name in before)
 
@@ -146,6 +144,10 @@ def test_a_finished_run_goes_on_from_adapters_at_full_strength(bundle: Path, tmp
         (("--max-forgetting", 3, "--general", "EMPTY"), "no tokens"),
         (("--max-forgetting", 3, "--general", "BINARY"), "not UTF-8 text"),
         (("--max-forgetting", 3, "--general", "RECORDS"), "is a file of records; give a text"),
+        (("--replay", 1), "0<x<1"),
+        (("--replay-data", "MISSING"), "--replay-data has no use without --replay"),
+        (("--replay", 0.2, "--dp-clip", 1, "--dp-noise", 1), "--dp-clip does not go together"),
+        (("--replay", 0.2, "--replay-data", "MISSING"), "MISSING.txt"),
     ],
 )
 def test_what_cannot_be_used_is_refused(bundle: Path, tmp_path: Path, options: tuple, said: str):
@@ -231,9 +233,8 @@ def test_own_texts_are_drawn_from_the_model(bundle: Path):
 
 def test_a_resumed_run_replays_as_a_whole_one(bundle: Path, tmp_path: Path):
     records = tmp_path / "older.jsonl"
-    records.write_text(
-        "".join(json.dumps({"text": "It rained. " * n}) + "\n" for n in range(9, 40))
-    )
+    texts = ("It rained. " * n for n in range(9, 40))
+    records.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = ("--replay", 0.4, "--replay-data", records, "--batch-size", 2)
     whole = train(bundle, tmp_path / "whole", *options, steps=8)
     train(bundle, tmp_path / "parts", *options, steps=5)
@@ -270,10 +271,9 @@ def test_texts_of_a_run_that_never_began_are_not_taken(bundle: Path, tmp_path: P
     options = ("--max-forgetting", 100, "--general")
     out, general = tmp_path / "run", tmp_path / "general.txt"
     general.write_text("It rained, and nobody went out. " * 20)
-    killed = tmp_path / "killed"
-    train(bundle, killed, "--max-forgetting", 100, steps=1)
+    killed = train(bundle, tmp_path / "killed", "--max-forgetting", 100, steps=1)
     out.mkdir()
-    (killed / "general").rename(out / "general")
+    (killed.folder / "general").rename(out / "general")
     record = train(bundle, out, *options, general, steps=1).strength
     expected = general_loss(model_with(bundle, None), bundle, general)
     assert record["general_before"] == pytest.approx(expected, rel=1e-5)
@@ -300,20 +300,3 @@ def test_an_opening_that_fills_a_sequence_is_refused(bundle: Path):
 
     with pytest.raises(MespError, match="`replay_data`"):
         sample_replay_texts(bundle, None, Tokenizer(), 4, SEQ_LEN, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--replay", 1), "0<x<1"),
-        (("--replay-data", "older.txt"), "--replay-data has no use without --replay"),
-        (("--replay", 0.2, "--dp-clip", 1, "--dp-noise", 1), "--dp-clip does not go together"),
-        (("--replay", 0.2, "--replay-data", "older.txt"), "older.txt"),
-    ],
-)
-def test_replay_that_cannot_be_is_refused(bundle: Path, tmp_path: Path, options: tuple, said: str):
-    out = tmp_path / "run"
-    done = run("train", bundle, "--steps", 2, "--out", out, *options)
-    assert done.returncode == 2, done.stderr
-    assert said in " ".join(done.stderr.split())
-    assert not out.exists()

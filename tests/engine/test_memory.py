@@ -1,4 +1,3 @@
-import json
 import sys
 from pathlib import Path
 
@@ -28,6 +27,21 @@ def exported(folder: Path, *options: object) -> Path:
     return bundle
 
 
+def exported_with_text(folder: Path, model: Path, length: int, *options: object) -> Path:
+    text = folder / "text.txt"
+    text.write_text(TEXT * (1 + 16 * length // len(TEXT)))
+    bundle, data = folder / "bundle.mesp", ("--data", text, "--seq-len", length)
+    call("export", "--model", model, "--out", bundle, *data, *options)
+    return bundle
+
+
+def peaks(bundle: Path, output: Path, *options: object) -> tuple[int, int]:
+    """Returns the predicted and the measured peak."""
+    call("train", bundle, "--val-batches", 0, *options, "--out", output)
+    run = RunLog.load(output)
+    return run.plan["predicted_peak_bytes"], run.end["footprint_peak_bytes"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["SmolLM2-135M", "Gemma-3-270m", "Qwen2.5-0.5B"])
 def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch):
@@ -50,15 +64,10 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
         # may fit only the second or third run.
         for attempt in range(3):
             output = tmp_path / f"{attempt}{''.join(map(str, kind))}"
-            options = ("--steps", 2, "--val-batches", 0, *kind, "--out", output)
-            call("train", bundle, *options)
-            lines = (output / "metrics.jsonl").read_text().splitlines()
-            records = {record["type"]: record for record in map(json.loads, lines)}
-            measured = records["end"]["footprint_peak_bytes"]
-            expected = pytest.approx(records["plan"]["predicted_peak_bytes"], rel=0.08)
-            if measured == expected:
+            predicted, measured = peaks(bundle, output, "--steps", 2, *kind)
+            if measured == pytest.approx(predicted, rel=0.08):
                 break
-        assert measured == expected, kind
+        assert measured == pytest.approx(predicted, rel=0.08), kind
 
 
 @pytest.mark.slow
@@ -67,26 +76,17 @@ def test_a_long_sequence_takes_no_more_than_predicted(family: str, tmp_path: Pat
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     long, config = 8192, FAMILIES[family] | {"max_position_embeddings": 8192}
     source = write_model(tmp_path / "model", config)
-    (tmp_path / "text.txt").write_text(TEXT * (1 + 16 * long // len(TEXT)))
-    data = ("--data", tmp_path / "text.txt")
-    bundle = exported(tmp_path, "--model", source, *data, "--seq-len", long)
-    output = tmp_path / "run"
-    options = ("--seq-len", long, "--steps", 1, "--val-batches", 0, "--offload", "all")
-    call("train", bundle, *options, "--out", output)
-    lines = (output / "metrics.jsonl").read_text().splitlines()
-    records = {record["type"]: record for record in map(json.loads, lines)}
+    bundle = exported_with_text(tmp_path, source, long, "--seq-len", LENGTH)
+    options = ("--seq-len", long, "--steps", 1, "--offload", "all")
+    predicted, measured = peaks(bundle, tmp_path / "run", *options)
     # A tiny model's widths are not realistic, so the prediction is less exact here.
-    assert (
-        0.5 * records["plan"]["predicted_peak_bytes"]
-        < records["end"]["footprint_peak_bytes"]
-        < 1.08 * records["plan"]["predicted_peak_bytes"]
-    )
+    assert 0.5 * predicted < measured < 1.08 * predicted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_moe", "qwen3_5_moe"])
 def test_a_mixture_takes_no_more_than_predicted(family: str, tmp_path: Path, monkeypatch):
-    """A mixture takes no more memory than predicted even if all tokens choose the same experts."""
+    """All tokens choose the same experts."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     length = 1024
     config = FAMILIES[family] | {"hidden_size": 768, "moe_intermediate_size": 512}
@@ -96,18 +96,11 @@ def test_a_mixture_takes_no_more_than_predicted(family: str, tmp_path: Path, mon
         if name.endswith((".gate.weight", ".expert_bias")):
             tensors[name] = mx.zeros(tensors[name].shape)
     source = write_model(tmp_path / "model", *published(config, tensors))
-    (tmp_path / "text.txt").write_text(TEXT * (1 + 16 * length // len(TEXT)))
-    data = ("--data", tmp_path / "text.txt", "--quantize", "nearest")
-    bundle = tmp_path / "bundle.mesp"
-    call("export", "--out", bundle, "--model", source, "--seq-len", length, *data)
+    bundle = exported_with_text(tmp_path, source, length, "--quantize", "nearest")
     for offload in ("none", "all"):
-        output = tmp_path / offload
-        options = ("--steps", 2, "--val-batches", 0, "--offload", offload, "--out", output)
-        call("train", bundle, *options)
-        lines = (output / "metrics.jsonl").read_text().splitlines()
-        records = {record["type"]: record for record in map(json.loads, lines)}
-        predicted = records["plan"]["predicted_peak_bytes"]
-        assert records["end"]["footprint_peak_bytes"] < 1.08 * predicted, offload
+        options = ("--steps", 2, "--offload", offload)
+        predicted, measured = peaks(bundle, tmp_path / offload, *options)
+        assert measured < 1.08 * predicted, offload
 
 
 @pytest.mark.slow

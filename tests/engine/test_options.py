@@ -13,7 +13,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 
 from helpers.commands import call, refused, run
-from helpers.models import dequantize_once
 from helpers.oracle import (
     ALPHA,
     RANK,
@@ -40,16 +39,14 @@ from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.runs.log import RunLog
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_oracle")]
 LEARNING_RATE = 0.1
 VAL_BATCHES = 1
 
 
 def train(bundle: Path, output: Path, *options: object, steps: int = STEPS) -> RunLog:
-    settings = {"steps": steps, "optimizer": "sgd", "learning-rate": LEARNING_RATE}
-    settings |= {"val-batches": VAL_BATCHES}
-    typed = [text for name, value in settings.items() for text in (f"--{name}", value)]
-    call("train", bundle, *typed, "--out", output, *options)
+    usual = ("--steps", steps, "--optimizer", "sgd", "--learning-rate", LEARNING_RATE)
+    call("train", bundle, *usual, "--val-batches", VAL_BATCHES, "--out", output, *options)
     return RunLog.load(output)
 
 
@@ -105,13 +102,6 @@ def add_data(
         listed = {"path": name, "size": array.nbytes, "sha256": sha256}
         manifest["files"] = [each for each in manifest["files"] if each["path"] != name] + [listed]
     (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_oracle() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        dequantize_once(patch)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -215,10 +205,7 @@ CASES = {
     ),
     "cosine": (("--schedule", "cosine"), Recipe(SGD(optim.cosine_decay(RATE, STEPS)))),
     "linear": (("--schedule", "linear"), Recipe(SGD(optim.linear_schedule(RATE, 0, STEPS)))),
-    "warm-up": (
-        ("--warmup", 2),
-        Recipe(SGD(warm_up_and(lambda _: RATE))),
-    ),
+    "warm-up": (("--warmup", 2), Recipe(SGD(warm_up_and(lambda _: RATE)))),
     "warm-up and cosine": (("--warmup", 2, "--schedule", "cosine"), Recipe(SGD(COSINE))),
     "warm-up and linear": (("--warmup", 2, "--schedule", "linear"), Recipe(SGD(LINEAR))),
     "batch": (("--batch-size", 2), Recipe(SGD(RATE), sequences=2)),
@@ -337,16 +324,8 @@ def test_adapters_that_are_not_finite_are_not_saved(bundle: Path, tmp_path: Path
 @pytest.fixture(scope="module")
 def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("lengths") / "demo.mesp"
-    lengths = (SEQ_LEN // 4, SEQ_LEN // 2, SEQ_LEN)
-    call(
-        "export",
-        "--from",
-        bundle_of_examples,
-        "--seq-len",
-        ",".join(map(str, lengths)),
-        "--out",
-        path,
-    )
+    lengths = f"{SEQ_LEN // 4},{SEQ_LEN // 2},{SEQ_LEN}"
+    call("export", "--from", bundle_of_examples, "--seq-len", lengths, "--out", path)
     return path
 
 
@@ -656,13 +635,8 @@ def test_the_best_is_kept_and_a_run_that_gets_worse_ends(bundle: Path, tmp_path:
     if best > 0:
         steps = train(bundle, tmp_path / "again", "--learning-rate", 2.0, steps=best)
         assert steps.held_out[1] == losses[best]
-        assert (
-            distance(
-                saved(tmp_path / "again"),
-                mx.load(str(tmp_path / "run" / "best" / "adapters.safetensors")),
-            )
-            == 0
-        )
+        kept = mx.load(str(tmp_path / "run" / "best" / "adapters.safetensors"))
+        assert distance(saved(tmp_path / "again"), kept) == 0
 
 
 def test_the_test_data_is_evaluated_at_the_end(bundle: Path, oracle: Oracle, tmp_path: Path):

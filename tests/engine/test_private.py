@@ -5,7 +5,7 @@ import math
 import signal
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from helpers.commands import call, run
-from helpers.models import dequantize_once
 from helpers.oracle import ALPHA, RANK, Oracle, Parameters, Recipe, distance, saved
 from mesp import reference
 from mesp.bundle.reader import Bundle
@@ -23,40 +22,25 @@ from mesp.engine.process import find_plan
 from mesp.runs.log import RunLog
 from mesp.runs.privacy import Steps, epsilon
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fast_oracle")]
 SEQ_LEN = 32
 KEY = bytes(range(32))
 WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "wizards",
-    "mix",
-    "quartz",
-]
+    "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven",
+    "wizards", "mix", "quartz",
+]  # fmt: skip
 STEPS = 3  # at least two, because A's gradient is 0 in the first step
 
 
 def write_records(path: Path, count: int, seed: int = 0) -> Path:
     draw = np.random.default_rng(seed)
     texts = (" ".join(draw.choice(WORDS, draw.integers(3, 30))) for _ in range(count))
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return write_lines(path, [{"text": text} for text in texts])
+
+
+def write_lines(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_oracle() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        dequantize_once(patch)
-        yield
 
 
 def export(folder: Path, data: Path, *options: object) -> Path:
@@ -221,6 +205,13 @@ def test_runs_of_one_seed_differ(bundle: Path, tmp_path: Path):
     assert distance(saved(tmp_path / "a"), saved(tmp_path / "b")) > 0
 
 
+def end_run(path: Path, ended: int, is_time: Callable[[dict], bool]) -> None:
+    with subprocess.Popen([find_engine(), path], stdout=subprocess.PIPE) as engine:
+        for line in engine.stdout:
+            if is_time(json.loads(line)):
+                engine.send_signal(ended)
+
+
 @pytest.mark.parametrize("ended", [signal.SIGKILL, signal.SIGTERM], ids=lambda each: each.name)
 def test_a_run_that_was_ended_goes_on_with_its_key(bundle: Path, tmp_path: Path, ended: int):
     settings = {"dp_clip": 0.5, "dp_noise": 0.5, "batch_size": 4, "steps": 8, "save_every": 2}
@@ -229,15 +220,9 @@ def test_a_run_that_was_ended_goes_on_with_its_key(bundle: Path, tmp_path: Path,
     output = tmp_path / "run"
     path = begin_with_key(bundle, output, **settings)
     for last in (3, 6):
-        engine = subprocess.Popen([find_engine(), path], stdout=subprocess.PIPE)
-        assert engine.stdout is not None
-        for line in engine.stdout:
-            if json.loads(line).get("step", 0) >= last:
-                engine.send_signal(ended)
-        engine.wait()
-        assert RunLog.load(output).end.get("reason") == (
-            "stopped" if ended == signal.SIGTERM else None
-        )
+        end_run(path, ended, lambda record, last=last: record.get("step", 0) >= last)
+        reason = "stopped" if ended == signal.SIGTERM else None
+        assert RunLog.load(output).end.get("reason") == reason
         assert (output / "secret.key").read_bytes() == KEY
     assert subprocess.run([find_engine(), path], capture_output=True).returncode == 0
     losses = {step["step"]: step["loss"] for step in RunLog.load(output).steps}
@@ -250,12 +235,7 @@ def test_a_new_run_has_a_key_that_its_owner_alone_can_read(bundle: Path, tmp_pat
     for name in ("metrics.jsonl", "secret.key"):
         (path.parent / name).unlink()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"resume": False, "steps": 10_000}))
-    engine = subprocess.Popen([find_engine(), path], stdout=subprocess.PIPE)
-    assert engine.stdout is not None
-    for line in engine.stdout:
-        if json.loads(line)["type"] == "step":
-            engine.terminate()
-    engine.wait()
+    end_run(path, signal.SIGTERM, lambda record: record["type"] == "step")
     key = path.parent / "secret.key"
     assert len(key.read_bytes()) == 32 and key.read_bytes() != KEY
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
@@ -318,9 +298,7 @@ def test_the_engine_refuses_it_too(bundle: Path, tmp_path: Path, settings: dict,
 
 @pytest.mark.parametrize("options", [("--pack",), ("--no-pack", "--long", "split")], ids=str)
 def test_text_in_several_sequences_is_refused(tmp_path: Path, options: tuple):
-    texts = [" ".join(WORDS * 4) for _ in range(30)]
-    data = tmp_path / "records.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = write_lines(tmp_path / "records.jsonl", 30 * [{"text": " ".join(WORDS * 4)}])
     bundle = export(tmp_path, data, *options)
     done = train(bundle, tmp_path / "run", "--dp-noise", 1)
     assert done.returncode == 2 and "mesp data --no-pack --long cut" in done.stderr
@@ -351,9 +329,7 @@ def test_pairs_are_clipped_by_the_pair(tmp_path: Path):
         }
         for _ in range(4)
     ]
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps(each) + "\n" for each in pairs))
-    bundle = export(tmp_path, data)
+    bundle = export(tmp_path, write_lines(tmp_path / "pairs.jsonl", pairs))
     settings = SGD | {"objective": "dpo", "steps": 1, "seed": 3}
 
     def moved(output: Path) -> Parameters:
@@ -364,10 +340,8 @@ def test_pairs_are_clipped_by_the_pair(tmp_path: Path):
     for number in range(3):
         each = tmp_path / f"{number}"
         each.mkdir()
-        (each / "pairs.jsonl").write_text(2 * (json.dumps(pairs[number]) + "\n"))
-        train_with_key(
-            export(each, each / "pairs.jsonl"), each / "run", **settings, dp_clip=1e9, dp_noise=0
-        )
+        one = export(each, write_lines(each / "pairs.jsonl", 2 * [pairs[number]]))
+        train_with_key(one, each / "run", **settings, dp_clip=1e9, dp_noise=0)
         alone[number] = moved(each / "run")
     norms = {n: math.sqrt(sum(mx.square(a).sum().item() for a in g.values())) / 0.1
              for n, g in alone.items()}  # fmt: skip
