@@ -239,6 +239,6 @@ def test_the_file_is_for_one_device(tmp_path):
     check_functions(mlxfn.on_device(file, "gpu"), "gpu")
 
 
-def test_a_function_of_a_bundle_is_checked_before_mlx_reads_it(bundle, tmp_path):
+def test_the_engine_checks_a_function_before_mlx_reads_it(bundle, tmp_path):
     file = exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20))
     check_refused(bundle, file, "AsStrided", "the primitive AsStrided is not supported")
