@@ -33,9 +33,7 @@ public struct RunNotification: Sendable, Equatable {
     }
 
     private func update() {
-        guard monitor.scene != .active else {
-            return clear()
-        }
+        guard monitor.scene != .active else { return clear() }
         guard controller.state != told else { return }
         if let notification = notification(controller.state) {
             display.show(notification)

@@ -150,12 +150,13 @@ extension ModelImport {
             }
         }
         let tensor = try source.tensor(name, array.shape)
-        guard array.dtype == .float32 else { return SourcedArray(array: array, tensor: tensor, convert: nil) }
-        var conversion = NumberConversion(from: tensor.type)
-        if Self.isNorm(name) { conversion.offset = family.normOffset }
-        if array.name == "norm" { conversion.divisor = divisor }
-        return SourcedArray(
-            array: array, tensor: tensor, convert: conversion.isIdentity ? nil : conversion.convert)
+        let conversion = NumberConversion(
+            from: tensor.type, offset: Self.isNorm(name) ? family.normOffset : 0,
+            divisor: array.name == "norm" ? divisor : 1)
+        guard array.dtype == .float32, !conversion.isIdentity else {
+            return SourcedArray(array: array, tensor: tensor, convert: nil)
+        }
+        return SourcedArray(array: array, tensor: tensor, convert: { conversion.convert($0) })
     }
 
     static func isNorm(_ tensor: String) -> Bool { tensor.hasSuffix("norm.weight") }

@@ -38,8 +38,8 @@ func packedIn2Bits(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
 /// A conversion of numbers to float32: (x + offset) / divisor.
 struct NumberConversion {
     let from: ElementType
-    var offset: Float = 0
-    var divisor: Float = 1
+    let offset: Float
+    let divisor: Float
 
     var isIdentity: Bool { from == .float32 && offset == 0 && divisor == 1 }
 

@@ -115,7 +115,9 @@ extension CheckSuite {
             return rates
         }
         guard let best = rates.max(by: { $0.rate < $1.rate }) else { throw Skipped(reason: "The matrix has no rows.") }
-        note(product, best.rate)
+        if (product == .dequantized) == !bundle.processor.dequantizesInProduct {
+            constants.flopsPerSecond = min(constants.flopsPerSecond ?? best.rate, best.rate)
+        }
         return Finding(
             .note,
             "\(product.formula) of \(length) tokens reaches \(shown(giga: best.rate)) GFLOP/s, with \(best.rows) rows of W at once.",
@@ -140,10 +142,4 @@ extension CheckSuite {
     }
 
     private var productType: DType { bundle.device == .cpu ? .float32 : bundle.dtype }
-
-    private func note(_ product: Product, _ rate: Double) {
-        if (product == .dequantized) == !bundle.processor.dequantizesInProduct {
-            constants.flopsPerSecond = min(constants.flopsPerSecond ?? rate, rate)
-        }
-    }
 }

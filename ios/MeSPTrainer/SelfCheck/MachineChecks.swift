@@ -45,9 +45,7 @@ extension CheckSuite {
     }
 
     func describeGPU() throws -> Finding {
-        guard bundle.device == .gpu else {
-            throw Skipped(reason: "The self-check runs on the CPU.")
-        }
+        guard bundle.device == .gpu else { throw Skipped(reason: "The self-check runs on the CPU.") }
         guard let gpu = SystemGPU.current else {
             return Finding(.note, "MLX has a GPU that Metal does not describe.")
         }

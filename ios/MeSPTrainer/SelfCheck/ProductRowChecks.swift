@@ -15,9 +15,7 @@ extension CheckSuite {
     private static let mostElements = 1 << 22
 
     func checkProductRows() throws -> Finding {
-        guard bundle.device == .gpu else {
-            throw Skipped(reason: "The self-check runs on the CPU.")
-        }
+        guard bundle.device == .gpu else { throw Skipped(reason: "The self-check runs on the CPU.") }
         return try checkProductRows(tolerance: Self.rowTolerance)
     }
 

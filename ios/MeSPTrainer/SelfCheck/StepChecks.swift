@@ -127,9 +127,7 @@ extension CheckSuite {
     /// Compares the speed at the end of a long run with the speed at its beginning. Each speed is measured over a minute, or over a tenth of a run
     /// that is shorter than ten minutes.
     func measureThrottling() throws -> Finding {
-        guard settings.minutes > 0 else {
-            throw Skipped(reason: "No long run was requested; set minutes.")
-        }
+        guard settings.minutes > 0 else { throw Skipped(reason: "No long run was requested; set minutes.") }
         let run = run(longest)
         let (state, whole) = (ThermalState.current, settings.minutes * 60)
         let part = min(60, whole / 10)

@@ -137,9 +137,7 @@ private struct BundleRow: View {
                 )
                 .font(.caption).foregroundStyle(.secondary)
             }
-            if let problem = bundle.problem {
-                ProblemLabel(problem.localized).font(.caption)
-            }
+            if let problem = bundle.problem { ProblemLabel(problem.localized).font(.caption) }
         }
         .accessibilityElement(children: .combine)
     }

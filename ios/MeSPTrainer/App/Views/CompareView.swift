@@ -27,9 +27,7 @@ struct CompareView: View {
                         }
                         .disabled(!model.canStart)
                     }
-                    if let problem = benchmark.problem {
-                        ProblemLabel(problem.localized)
-                    }
+                    if let problem = benchmark.problem { ProblemLabel(problem.localized) }
                 } footer: {
                     Text("Length, rank and model are the settings of a new run. Let the phone cool down first.")
                 }

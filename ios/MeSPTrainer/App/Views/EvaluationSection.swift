@@ -33,9 +33,7 @@ struct EvaluationSection: View {
                         }
                     }
             }
-            if let problem = evaluation.problem {
-                ProblemLabel(problem.localized)
-            }
+            if let problem = evaluation.problem { ProblemLabel(problem.localized) }
             if let notice = evaluation.notice { NoticeRows(notices: [notice.localized]) }
             if let score = evaluation.score { ScoreRows(score: score) }
         } header: {

@@ -15,9 +15,7 @@ struct SelfCheckSection: View {
                 Button("Check This Phone", systemImage: "checkmark.seal") { model.checkDevice() }
                     .disabled(!model.isFree || model.form.bundle == nil)
             }
-            if let problem = checker.problem {
-                ProblemLabel(problem.localized)
-            }
+            if let problem = checker.problem { ProblemLabel(problem.localized) }
             ForEach(checker.report?.checks ?? []) { CheckRow(check: $0) }
             ShareLink(
                 item: Measurements(folder: model.library.folder), preview: SharePreview(Measurements.name)

@@ -39,9 +39,7 @@ struct TryView: View {
                     } else {
                         Button("Stop", systemImage: "stop.fill", role: .destructive) { chat.stop() }
                     }
-                    if let problem = chat.problem {
-                        ProblemLabel(problem.localized)
-                    }
+                    if let problem = chat.problem { ProblemLabel(problem.localized) }
                     if model.controller.isRunning {
                         Text("A run is in progress. Writing is possible when it has ended.")
                     }

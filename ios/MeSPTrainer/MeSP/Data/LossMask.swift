@@ -66,7 +66,13 @@ extension RecordEncoder {
             if isTrained { notices.addsEnd = true }
         }
         if answersOnly, conversation.prompt > 0, let first = trained.first, first > 0 {
-            try checkAsked(conversation, first, whole.ids.prefix(counted.firstIndex(of: true) ?? 0))
+            // The prompt in generation must begin with the training tokens before the answer.
+            let prompt = whole.ids.prefix(counted.firstIndex(of: true) ?? 0)
+            guard try plainIDs(conversation.beginning(first), asks: true).starts(with: prompt) else {
+                throw MeSPError(
+                    "the prompt for the answer in message \(first + 1) is not the beginning of the conversation in the chat template; leave it out."
+                )
+            }
         }
         var encoded = Encoded(tokens: whole.ids.map { UInt32($0) }, counted: counted)
         for (index, end) in additions.sorted(by: { $0.key > $1.key }) {
@@ -74,17 +80,6 @@ extension RecordEncoder {
             encoded.counted.insert(counted[index - 1], at: index)
         }
         return encoded
-    }
-
-    /// Throws an error unless the prompt in generation begins with `prompt`, the training tokens before the answer.
-    private mutating func checkAsked(
-        _ conversation: Conversation, _ index: Int, _ prompt: some Sequence<Int>
-    ) throws {
-        guard try plainIDs(conversation.beginning(index), asks: true).starts(with: prompt) else {
-            throw MeSPError(
-                "the prompt for the answer in message \(index + 1) is not the beginning of the conversation in the chat template; leave it out."
-            )
-        }
     }
 
     // MARK: - Where texts are
