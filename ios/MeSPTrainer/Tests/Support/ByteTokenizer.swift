@@ -1,5 +1,3 @@
-import MeSPBundle
-
 @testable import MeSP
 
 struct ByteTokenizer: TextTokenizer {
@@ -34,4 +32,8 @@ struct Said: Equatable {
     static func read(_ messages: [[String: any Sendable]]) -> [Said] {
         messages.map { Said(role: $0["role"] as? String ?? "", content: $0["content"] as? String ?? "") }
     }
+}
+
+func said(_ turns: (role: String, content: String)...) -> [Said] {
+    turns.map { Said(role: $0.role, content: $0.content) }
 }

@@ -3,6 +3,7 @@ import MLX
 import MeSPSentences
 import Testing
 
+@testable import MeSPAdapters
 @testable import MeSPBundle
 @testable import MeSPCore
 
@@ -64,8 +65,101 @@ struct Fixture {
 
     func backpropagate(_ trainer: Trainer, into sink: GradientSink) throws -> Float {
         try restore(trainer)
-        let weight = 1 / Float(length)
-        return try trainer.backpropagate([(example: example(), weight: weight)], into: sink)
+        return try trainer.backpropagate([(example: example(), weight: 1 / Float(length))], into: sink)
+    }
+
+    func gradients(_ trainer: Trainer) throws -> Gradients {
+        var blocks = [Int: MLXArray]()
+        let loss = try backpropagate(trainer) { blocks[$0] = $1 }
+        return Gradients(loss: loss, blocks: blocks)
+    }
+
+    /// Returns the reference's loss and gradients, whose arrays have names with the prefix.
+    func expected(_ prefix: String = "") throws -> Gradients {
+        let blocks = try (0..<layers).map { ($0, try array("\(prefix)grad.\($0)")) }
+        return Gradients(
+            loss: try array("\(prefix)loss").item(Float.self), blocks: Dictionary(uniqueKeysWithValues: blocks))
+    }
+
+    /// Expects the reference's loss and, in each matrix, gradients.
+    func expectEqual(
+        _ found: Gradients, _ trainer: Trainer, _ name: String = "", prefix: String = "",
+        sourceLocation: SourceLocation = #_sourceLocation
+    ) throws {
+        let expected = try expected(prefix)
+        #expect(found.blocks.count == layers, "\(name)", sourceLocation: sourceLocation)
+        let tolerance: Float = 1e-4  // for another order of sums in float32
+        #expect(
+            abs(found.loss - expected.loss) < tolerance * abs(expected.loss), "\(name)", sourceLocation: sourceLocation)
+        for (block, gradient) in found.blocks {
+            let layout = trainer.model.layouts[block]
+            for (matrix, error) in try layout.errors(gradient, try #require(expected.blocks[block])) {
+                #expect(error < tolerance, "\(name) block \(block) \(matrix): \(error)", sourceLocation: sourceLocation)
+            }
+        }
+    }
+
+    /// Expects that computing in bfloat16 adds little to the error of storing arrays in bfloat16. `floor` holds the gradients with this storage and
+    /// with arithmetic in float32.
+    ///
+    /// - Returns: the loss.
+    func expectRounded(_ trainer: Trainer, _ name: String = "", bar: (_ matrix: String) -> Float) throws -> Float {
+        try backpropagate(trainer) { block, gradient in
+            let (exact, layout) = (try array("grad.\(block)"), trainer.model.layouts[block])
+            let floor = try layout.errors(try array("floor.\(block)"), exact)
+            for (matrix, error) in try layout.errors(gradient, exact) {
+                let least = try #require(floor[matrix])
+                #expect(error <= bar(matrix) * least, "\(name) block \(block) \(matrix): \(error), floor \(least)")
+            }
+        }
+    }
+
+    /// Expects the losses of steps on the bundle's text.
+    func expectLosses(
+        _ expected: [Float], _ tolerance: Float, _ name: String = "", _ step: (SequenceLoss, Int) throws -> Float
+    ) throws {
+        let stream = try #require(try bundle.tokens("train")).sequences(lengths: [length])
+        for (number, reference) in expected.enumerated() {
+            let loss = try step(SequenceLoss([stream.training(number, seed: 0)]), number)
+            #expect(abs(loss - reference) < tolerance * reference, "\(name) step \(number): \(loss), \(reference)")
+        }
+    }
+
+    /// Saves the fixture's parameters.
+    func saveAdapters(blocks: Range<Int>? = nil, modules: [Module]? = nil, scaledBy factor: Float = 1) throws -> URL {
+        let (rank, folder) = (try number("rank"), temporaryFolder())
+        let modules = modules ?? bundle.architecture.modules
+        try saveAdapterFolder(
+            bundle.architecture, rank: Int(rank), blocks: blocks ?? 0..<layers, modules: modules,
+            scale: try number("alpha") / rank, model: bundle.manifest.model.id, to: folder
+        ) {
+            let layout = LoRALayout(block: bundle.architecture.block($0), rank: Int(rank), modules: modules)
+            return layout.part(of: try array("lora.\($0)")) * factor
+        }
+        return folder
+    }
+
+    /// Returns the logits that the reference's last output gives, from a token on.
+    func logits(from first: Int = 0) throws -> MLXArray {
+        let y = try array("y")
+        return try bundle.withHead { weights in
+            let architecture = bundle.architecture
+            let h = RMSNorm(weight: weights["norm"], eps: architecture.rmsNormEps)(y[0])
+            let all = MLXArray.arange(architecture.vocabSize)
+            let w = weights.matrix("", inputs: architecture.hiddenSize).take(all)
+            let logits = matmul(h[first...], w.T)
+            let capped = architecture.finalLogitSoftcapping.map { tanh(logits / $0) * $0 } ?? logits
+            MLX.eval(capped)
+            return capped
+        }
+    }
+
+    /// Writes those of the fixture's parameters that a trainer trains.
+    func restoreParts(_ trainer: Trainer) throws {
+        for block in trainer.model.trained {
+            let lora = trainer.model.layouts[block].part(of: try array("lora.\(block)"))
+            try trainer.model.lora.write(lora.asType(trainer.model.settings.loraDtype.dtype), block)
+        }
     }
 
     func restore(_ trainer: Trainer) throws { try SavedState.restore(trainer) { arrays[$0] } }
@@ -94,23 +188,9 @@ func message(_ body: () throws -> Void) -> String {
     }
 }
 
-func temporaryFolder() -> URL {
-    FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-}
-
-func copyWithoutFunctions(_ bundle: URL) throws -> URL {
-    let copy = temporaryFolder()
-    try FileManager.default.copyItem(at: bundle.resolvingSymlinksInPath(), to: copy)
-    let file = copy.appendingPathComponent("manifest.json")
-    let manifest = try String(contentsOf: file, encoding: .utf8)
-    try manifest.replacing(#/functions": {[^}]*}/#, with: "functions\": {}").write(
-        to: file, atomically: true, encoding: .utf8)
-    return copy
-}
-
 extension RunSettings {
-    static func ofATest(_ output: URL) throws -> RunSettings {
-        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
+    static func ofATest(_ output: URL, bundle: URL? = nil) throws -> RunSettings {
+        let bundle = try bundle ?? tiedBundle()
         let manifest = try ModelBundle(url: bundle).manifest
         var settings = RunSettings(bundle: bundle.path, output: output.path)
         settings.usePaperUpdate()
@@ -121,7 +201,59 @@ extension RunSettings {
     }
 }
 
+/// A step's loss, and the gradient of each block's parameters.
+struct Gradients {
+    var loss: Float
+    var blocks: [Int: MLXArray]
+
+    /// Expects the gradients of other products, tiles or plans, which sum float32 numbers in another order.
+    func expectEqual(
+        _ expected: Gradients, loss tolerance: Float = 1e-5, _ name: String = "",
+        sourceLocation: SourceLocation = #_sourceLocation
+    ) throws {
+        #expect(abs(loss - expected.loss) < tolerance * abs(expected.loss), "\(name)", sourceLocation: sourceLocation)
+        for (block, gradient) in blocks {
+            let error = relativeError(gradient, try #require(expected.blocks[block]))
+            #expect(error < 1e-4, "\(name) block \(block): \(error)", sourceLocation: sourceLocation)
+        }
+    }
+}
+
+/// Expects arrays of the same names and bits.
+func expectEqual(
+    _ found: [String: MLXArray], _ expected: [String: MLXArray], sourceLocation: SourceLocation = #_sourceLocation
+) {
+    #expect(found.keys == expected.keys, sourceLocation: sourceLocation)
+    for (name, array) in expected {
+        #expect(found[name]?.arrayEqual(array).item(Bool.self) == true, "\(name)", sourceLocation: sourceLocation)
+    }
+}
+
+extension LoRALayout {
+    /// Returns the relative error of each matrix of a gradient, and of DoRA's magnitudes.
+    func errors(_ gradient: MLXArray, _ expected: MLXArray) throws -> [String: Float] {
+        var errors = [String: Float]()
+        #expect(gradient.shape == expected.shape && gradient.size == count)
+        for module in modules {
+            let (ours, reference) = (matrices(module, in: gradient), matrices(module, in: expected))
+            errors["\(module.name).A"] = relativeError(ours.a, reference.a)
+            errors["\(module.name).B"] = relativeError(ours.b, reference.b)
+            guard hasMagnitudes else { continue }
+            errors["\(module.name).m"] = relativeError(try #require(ours.m), try #require(reference.m))
+        }
+        return errors
+    }
+}
+
 extension BlockwiseModel {
+    /// Returns the trained matrices.
+    func matrices() throws -> [LoRAMatrices] {
+        try trained.flatMap { block in
+            let (layout, vector) = (layouts[block], try parameters(block))
+            return layout.modules.map { layout.matrices($0, in: vector) }
+        }
+    }
+
     func block(_ index: Int, _ weights: BlockWeights, _ x: MLXArray) throws -> Block {
         Block(
             weights: weights, lora: try parameters(index), layout: layouts[index], scale: scale,

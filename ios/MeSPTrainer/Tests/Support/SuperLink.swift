@@ -1,6 +1,7 @@
 import Foundation
 import Testing
 
+@testable import MeSPBundle
 @testable import MeSPFederation
 
 #if canImport(FoundationNetworking)
@@ -140,6 +141,39 @@ final class SuperLink: URLProtocol {
         with(host) {
             ($0.question, $0.isDelivered, $0.answer) = ((tree, store.contents), false, nil)
         }
+    }
+
+    /// Returns a server's question for two steps of B, which is 0.
+    static func round(
+        of manifest: Manifest, exchange: String = "float32", _ changes: [String: FlowerValue] = [:]
+    ) -> FlowerRecords {
+        let (architecture, kind) = (manifest.architecture, exchange == "float32" ? FlowerArray.Kind.float32 : .uint16)
+        var arrays = [String: FlowerArray]()
+        for module in architecture.modules {
+            let blocks = architecture.layers.indices.map { architecture.block($0) }
+                .filter { $0.modules.contains(module) }
+            let shape = [blocks.count, manifest.ranks[0], blocks[0].dimensions(module).outputs]
+            arrays[module.name + ".lora_b"] = FlowerArray(
+                kind, shape: shape, data: Data(count: shape.reduce(kind == .float32 ? 4 : 2, *)))
+        }
+        let model = [manifest.model.id, manifest.model.revision].compactMap { $0 }.joined(separator: "@")
+        let config: [String: FlowerValue] = [
+            "model": .text(model), "exchange": .text(exchange), "timeout": .double(600), "server-round": .int(1),
+            "steps": .int(2), "seq_len": .int(Int64(manifest.seqLens[0])), "rank": .int(Int64(manifest.ranks[0])),
+            "alpha": .double(4), "freeze_a": .flag(true), "optimizer": .text("sgd"), "learning_rate": .double(0.1),
+        ]
+        return FlowerRecords(arrays: ["arrays": arrays], configs: ["config": config.merging(changes) { $1 }])
+    }
+
+    static func question(_ records: FlowerRecords, in folder: URL) -> SuperNode.Question {
+        SuperNode.Question(
+            id: "", node: 1, type: "train", run: 1, group: "1", created: .now, records: records, folder: folder)
+    }
+
+    /// Returns a record with one array.
+    static func add(array: FlowerObjectTree, to store: inout FlowerObjectStore) throws -> FlowerObjectTree {
+        let arrays = try store.add("ArrayRecord", children: [array]) { _ in Data(#"{"a": "\#(array.id)"}"#.utf8) }
+        return try store.add("RecordDict", children: [arrays]) { _ in Data(#"{"arrays": "\#(arrays.id)"}"#.utf8) }
     }
 
     static func numbers(_ numbers: [Float]) -> FlowerArray {

@@ -6,7 +6,7 @@ import Testing
 /// A model in MLX's format, made from the plain fixture's bundle. Its weights are in two files.
 enum TinyModel {
     static func write(to folder: URL, card: String = "---\nlicense: apache-2.0\n---\n# A model\n") throws {
-        let bundle = try ModelBundle(url: try #require(Fixture.tied).appendingPathComponent("bundle.mesp"))
+        let bundle = try ModelBundle(url: try tiedBundle())
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         for name in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
             try Data(contentsOf: bundle.url.appendingPathComponent(name)).write(to: folder.appendingPathComponent(name))
