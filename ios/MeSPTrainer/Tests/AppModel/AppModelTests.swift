@@ -7,30 +7,7 @@ import Testing
 @testable import MeSPControl
 @testable import MeSPCore
 
-@Suite(.serialized) @MainActor final class AppModelTests {
-    private let documents = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-    private let monitor = TestMonitor()
-    private lazy var model = AppModel(monitor: monitor, folder: DocumentsFolder(documents: documents)) { _ in
-        ByteTokenizer()
-    }
-
-    init() throws { try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true) }
-    deinit { try? FileManager.default.removeItem(at: documents) }
-
-    private func fixture() throws -> URL {
-        try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
-    }
-
-    private func prepare(steps: Int) async throws {
-        await model.importBundle(at: try fixture())
-        #expect(model.problem == nil)
-        (model.form.settings.steps, model.form.settings.valBatches) = (steps, 0)
-    }
-
-    private func ended() async throws {
-        while !model.isFree { try await Task.sleep(for: .milliseconds(5)) }
-    }
-
+@Suite(.serialized) @MainActor final class AppModelTests: AppSuite {
     @Test func withoutABundleItSaysWhatToDo() async {
         #expect(model.form.bundle == nil)
         #expect(
@@ -44,7 +21,7 @@ import Testing
     }
 
     @Test func aBundleIsBroughtInAndChosenWithSettingsThatItHas() async throws {
-        try await prepare(steps: 1)
+        try await importTied(steps: 1)
         #expect(model.form.bundle?.url.lastPathComponent == "bundle.mesp")
         #expect(model.form.settings.seqLen == 32 && model.form.settings.rank == 8)
         model.form.bundleID = nil
@@ -56,12 +33,12 @@ import Testing
         model.form.hasLimit = false
         monitor.availableMemory = 1
         #expect(try !model.form.fit.get().fits)
-        await model.importBundle(at: try fixture())
+        await model.importBundle(at: try tiedBundle())
         #expect(model.problem == "There is a bundle bundle.mesp already; delete it first.")
     }
 
     @Test func theRateFollowsTheMethodAndTheOptimizerUntilOneIsChosen() async throws {
-        try await prepare(steps: 1)
+        try await importTied(steps: 1)
         let form = model.form
         let width = try #require(form.bundle?.manifest).architecture.hiddenSize
         #expect(form.optimizer == .adamw8bit)
@@ -86,65 +63,56 @@ import Testing
         #expect(form.settings.optimizer == .sgd && form.settings.learningRate == 2e-4)
     }
 
-    @Test func theBundleThatComesWithTheAppTrains() async throws {
-        let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
-            .deletingLastPathComponent()
-        let folder = DocumentsFolder(documents: documents, included: home)
-        let model = AppModel(monitor: monitor, folder: folder) { _ in ByteTokenizer() }
+    private func useDemo() async {
+        let folder = DocumentsFolder(documents: documents, included: appSources)
+        model = AppModel(monitor: monitor, folder: folder) { _ in ByteTokenizer() }
         await model.refresh()
-        let demos = try folder.bundles().filter(\.isIncluded)
+        (model.form.settings.seqLen, model.form.settings.steps, model.form.settings.valBatches) = (128, 1, 0)
+    }
+
+    @Test func theBundleThatComesWithTheAppTrains() async throws {
+        await useDemo()
+        let demos = try model.library.folder.bundles().filter(\.isIncluded)
         #expect(demos.map(\.name) == ["Demo"] && demos[0].problem == nil && demos[0].size > 0)
         #expect(model.form.bundle?.name == "Demo")
         #expect(model.form.lesson?.english.contains("reference manual of the Python language") == true)
-        (model.form.settings.seqLen, model.form.settings.steps, model.form.settings.valBatches) = (128, 1, 0)
-        await model.startTraining()
-        while !model.isFree { try await Task.sleep(for: .milliseconds(5)) }
+
+        try await train()
         #expect(model.controller.state == .finished(.finished))
     }
 
     /// MLX must not be used to list bundles. MLX would report a problem on a machine without a GPU.
     @Test func bundlesAreListedWithoutMLX() async throws {
-        let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
-            .deletingLastPathComponent()
-        let folder = DocumentsFolder(documents: documents, included: home)
-        let model = AppModel(monitor: monitor, folder: folder) { _ in ByteTokenizer() }
-        await model.refresh()
+        await useDemo()
         #expect(model.library.bundles.map(\.problem) == [nil])
         #expect(model.form.bundle?.name == "Demo" && model.canStart)
         guard Device.defaultDevice().deviceType != .gpu else { return }
-        (model.form.settings.seqLen, model.form.settings.steps, model.form.settings.valBatches) = (128, 1, 0)
+
         model.form.settings.device = .gpu
-        await model.startTraining()
-        while model.controller.isRunning { try await Task.sleep(for: .milliseconds(5)) }
-        guard case .failed(let sentence) = model.controller.state else {
-            Issue.record("the state is \(model.controller.state)")
-            return
-        }
-        #expect(sentence == "This machine has no GPU that MLX can use; choose the device cpu.")
+        try await train()
+        #expect(model.controller.state == .failed("This machine has no GPU that MLX can use; choose the device cpu."))
         #expect(model.library.runs.isEmpty, "nothing was written")
     }
 
     @Test func aBundleFromAirDropMovesOutOfTheInbox() async throws {
         let inbox = documents.appendingPathComponent("Inbox")
-        try FileManager.default.createDirectory(at: inbox, withIntermediateDirectories: true)
+        try inbox.makeFolder()
         let dropped = inbox.appendingPathComponent("new.mesp")
-        try FileManager.default.copyItem(at: try fixture(), to: dropped)
+        try tiedBundle().copy(to: dropped)
         await model.importBundle(at: dropped)
         #expect(model.form.bundle?.id == "new.mesp")
-        #expect(!FileManager.default.fileExists(atPath: dropped.path))
+        #expect(!dropped.exists)
         await model.importBundle(at: documents.appendingPathComponent("new.mesp"))
         #expect(model.problem == nil, "it is there already, and only chosen")
     }
 
     @Test func trainsOnTheBundlesText() async throws {
-        try await prepare(steps: 1_000_000)
+        try await importTied(steps: 1_000_000)
         await model.startTraining()
-        while model.controller.state == .preparing { try await Task.sleep(for: .milliseconds(1)) }
+        try await wait { model.controller.state != .preparing }
         await model.refresh()
         #expect(model.library.runs.map(\.status) == [.running])
-        model.controller.stop()
-        try await ended()
-        await model.refresh()
+        try await stop()
         #expect(model.library.runs.map(\.status) == [.stopped])
         model.askToDelete(.run(try #require(model.library.runs.first)))
         #expect(model.deletionQuestion.english.hasSuffix("Its log and adapters cannot be recovered."))
@@ -153,7 +121,7 @@ import Testing
     }
 
     @Test func whatIsInUseIsNotDeletedAndDeletingAsks() async throws {
-        try await prepare(steps: 1_000_000)
+        try await importTied(steps: 1_000_000)
         await model.startTraining()
         while model.controller.state != .training { try await Task.sleep(for: .milliseconds(1)) }
         let bundle = try #require(model.form.bundle)
@@ -162,9 +130,7 @@ import Testing
         await model.refresh()
         model.askToDelete(.run(try #require(model.library.runs.first)))
         #expect(model.problem?.english.hasSuffix("is in progress; stop it first.") == true && !model.asksToDelete)
-        model.controller.stop()
-        try await ended()
-        await model.refresh()
+        try await stop()
 
         model.askToDelete(.bundle(bundle))
         #expect(model.asksToDelete)
@@ -189,18 +155,15 @@ import Testing
     @Test(arguments: Job.allCases) func nothingElseBeginsWhileATokenizerIsRead(_ job: Job) async throws {
         let (reads, reading) = AsyncStream.makeStream(of: Void.self)
         let (waiting, wait) = AsyncStream.makeStream(of: Void.self)
-        model = AppModel(monitor: monitor, folder: DocumentsFolder(documents: documents)) { _ in
+        model = makeModel { _ in
             reading.yield()
             for await _ in waiting {}
             return ByteTokenizer()
         }
-        try await prepare(steps: 1)
+        try await importTied(steps: 1)
         (model.form.textKind, model.form.pasted) = (.pasted, String(repeating: "A line of text.\n", count: 20))
-        let file = documents.appendingPathComponent("records.jsonl")
-        try Data(#"{"text": "The quick"}"#.utf8).write(to: file)
-        var request = SideBySideChat.Request()
-        (request.prompt, request.maxTokens) = ("The", 1)
-        let asked = request
+        let file = try file("records.jsonl", #"{"text": "The quick"}"#)
+        let asked = SideBySideChat.Request("The", maxTokens: 1)
         let begun = Task {
             switch job {
             case .train: await model.startTraining()
@@ -226,69 +189,60 @@ import Testing
     }
 
     @Test func trainsOnPastedTextAndGoesOnWithItAfterAKill() async throws {
-        try await prepare(steps: 1_000_000)
+        try await importTied(steps: 1_000_000)
         model.form.settings.saveEvery = 1
         (model.form.textKind, model.form.pasted) = (.pasted, String(repeating: "A line of text.\n", count: 20))
         await model.startTraining()
         while model.controller.log.steps.count < 3 { try await Task.sleep(for: .milliseconds(5)) }
-        model.controller.stop()
-        try await ended()
-        await model.refresh()
+        try await stop()
         let run = try #require(model.library.runs.first)
         #expect(run.canResume)
-        #expect(FileManager.default.fileExists(atPath: run.url.appendingPathComponent("data/train.bin").path))
+        #expect(run.url.appendingPathComponent("data/train.bin").exists)
 
         let steps = run.log?.lastStep ?? 0
         await model.resume(run)
-        while model.controller.isRunning, model.controller.log.steps.count <= steps {
-            try await Task.sleep(for: .milliseconds(5))
-        }
+        try await wait { !model.controller.isRunning || model.controller.log.steps.count > steps }
         #expect(model.problem == nil)
         #expect(model.controller.log.events.contains { $0.name == "resumed" })
-        model.controller.stop()
-        try await ended()
+        try await stop()
     }
 
     @Test func aTextThatAnotherAppHandsOverIsTrainedOn() async throws {
-        try await prepare(steps: 1)
+        try await importTied(steps: 1)
         (model.tab, model.showsSetup) = (.runs, false)
         let inbox = documents.appendingPathComponent("Inbox")
-        try FileManager.default.createDirectory(at: inbox, withIntermediateDirectories: true)
+        try inbox.makeFolder()
         let dropped = inbox.appendingPathComponent("notes.txt")
-        try Data(String(repeating: "A line of text.\n", count: 20).utf8).write(to: dropped)
+        try dropped.write(String(repeating: "A line of text.\n", count: 20))
         await model.open(dropped)
         #expect(model.tab == .train && model.showsSetup && model.form.textKind == .file)
         #expect(model.form.file?.lastPathComponent == "notes.txt")
-        #expect(!FileManager.default.fileExists(atPath: dropped.path))
+        #expect(!dropped.exists)
 
-        let other = documents.appendingPathComponent("elsewhere.jsonl")
         let record = #"{"prompt": "Who?", "completion": "You."}"# + "\n"
-        try Data(String(repeating: record, count: 8).utf8).write(to: other)
+        let other = try file("elsewhere.jsonl", String(repeating: record, count: 8))
         let first = try #require(model.form.file)
         await model.open(other)
-        #expect(!FileManager.default.fileExists(atPath: first.path), "one copy at a time")
-        #expect(FileManager.default.fileExists(atPath: other.path))
+        #expect(!first.exists, "one copy at a time")
+        #expect(other.exists)
         try FileManager.default.removeItem(at: other)
-        await model.startTraining()
-        try await ended()
+        try await train()
         #expect(model.problem == nil && model.controller.state == .finished(.finished))
 
         await model.open(other)
         #expect(model.problem?.english.hasPrefix("elsewhere.jsonl cannot be copied") == true)
-        #expect(FileManager.default.fileExists(atPath: try #require(model.form.file).path), "the last stays")
+        #expect(try #require(model.form.file).exists, "the last stays")
         (model.problem, model.form.bundleID) = (nil, nil)
         await model.open(documents.appendingPathComponent("bundle.mesp"))
         #expect(model.tab == .bundles && model.form.bundleID == "bundle.mesp" && model.problem == nil)
     }
 
     @Test func whatAChatHoldsEndsWithItsTabAndWithARun() async throws {
-        try await prepare(steps: 1)
-        var request = SideBySideChat.Request()
-        (request.prompt, request.isChat, request.maxTokens) = ("Hello", true, 2)
+        try await importTied(steps: 1)
+        let request = SideBySideChat.Request("Hello", maxTokens: 2, isChat: true)
         func say() async throws {
             model.tab = .tryIt
-            await model.write(request)
-            try await ended()
+            try await write(request)
             #expect(model.chat.bytesRead > 0)
         }
         try await say()
@@ -302,7 +256,7 @@ import Testing
     }
 
     @Test func textThatCannotBeUsedLeavesNoRun() async throws {
-        try await prepare(steps: 1)
+        try await importTied(steps: 1)
         (model.form.textKind, model.form.pasted) = (.pasted, "Too short.")
         await model.startTraining()
         #expect(model.problem?.english.hasPrefix("The text has 11 tokens, too few") == true)
@@ -315,7 +269,7 @@ import Testing
     }
 
     @Test func comparesTheMethodsAndWrites() async throws {
-        try await prepare(steps: 1)
+        try await importTied(steps: 1)
         await model.compareMethods(steps: 1)
         #expect(model.benchmark.rows.count == 3)
         #expect(model.library.runs.count == 3)
@@ -323,32 +277,25 @@ import Testing
             #expect(settings.optimizer == .sgd && settings.learningRate == 1e-4, "the paper's, whatever the form has")
         }
         #expect(model.library.trained.isEmpty, "a benchmark's adapters are not to write with")
-        await model.startTraining()
-        try await ended()
-        await model.refresh()
+        try await train()
         let run = try #require(model.library.trained.first)
         #expect(model.library.runs.count == 4)
         #expect(model.library.bundle(of: run)?.id == model.form.bundle?.id)
-        var request = SideBySideChat.Request()
-        (request.prompt, request.maxTokens) = ("The", 1)
-        await model.write(request)
-        try await ended()
+        try await write(.init("The", maxTokens: 1))
         #expect(model.chat.base.summary != nil && model.chat.tuned.summary != nil)
     }
 
     @Test func oneOrTwoRunsOfAModelWriteEachWithItsStrength() async throws {
-        try await prepare(steps: 3)
+        try await importTied(steps: 3)
         let other = documents.appendingPathComponent("other.mesp")
-        try FileManager.default.copyItem(at: try fixture(), to: other)
+        try tiedBundle().copy(to: other)
         await model.refresh()
         for (seed, bundle) in ["bundle.mesp", "bundle.mesp", "other.mesp"].enumerated() {
             model.form.select(try #require(model.library.usableBundles.first { $0.id == bundle }))
             (model.form.settings.steps, model.form.settings.valBatches) = (3, 0)
             (model.form.settings.optimizer, model.form.settings.learningRate) = (.sgd, 1)
             model.form.settings.seed = UInt64(seed)
-            await model.startTraining()
-            try await ended()
-            await model.refresh()
+            try await train()
         }
         let runs = model.library.trained
         try #require(runs.count == 3 && runs[0].log?.start?.settings.bundle.hasSuffix("other.mesp") == true)
@@ -365,12 +312,10 @@ import Testing
         model.secondRun = runs[1].id
         #expect(model.writingRuns.map(\.id) == [runs[2].id, runs[1].id])
 
-        var request = SideBySideChat.Request()
-        (request.prompt, request.maxTokens) = ("The quick", 24)
+        let request = SideBySideChat.Request("The quick", maxTokens: 24)
         func texts(_ strengths: [Float]) async throws -> (base: String, tuned: String) {
             model.strengths = strengths
-            await model.write(request)
-            try await ended()
+            try await write(request)
             #expect(model.problem == nil && model.chat.problem == nil && model.chat.tuned.summary != nil)
             return (model.chat.base.text, model.chat.tuned.text)
         }
@@ -383,8 +328,7 @@ import Testing
 
         model.openChat(with: runs[1])
         #expect(model.writingRuns.map(\.id) == [runs[1].id] && model.strengths == [1, 1])
-        await model.write(request)
-        try await ended()
+        try await write(request)
         #expect(model.chat.tuned.text == second, "a stack of one is that one")
     }
 
@@ -394,7 +338,7 @@ import Testing
         model = AppModel(monitor: monitor, folder: DocumentsFolder(documents: documents), display: lamp) { _ in
             ByteTokenizer()
         }
-        try await prepare(steps: 1_000_000)
+        try await importTied(steps: 1_000_000)
         await model.startTraining()
         model.screen.isOvernight = true
         #expect(model.screen.isDimmed && lamp.brightness == 0)
@@ -406,18 +350,15 @@ import Testing
         model.screen.isOvernight = false
         #expect(lamp.brightness == 0.5)
         model.screen.isOvernight = true
-        model.controller.stop()
-        try await ended()
+        try await stop()
         #expect(!model.screen.isDimmed && lamp.brightness == 0.5)
     }
 
     @Test func whereNothingCanBeTrainedARecordedRunIsShown() async throws {
         let recording = documents.appendingPathComponent("Recorded")
-        let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
-            .deletingLastPathComponent()
-        try FileManager.default.copyItem(at: home.appendingPathComponent("Recorded"), to: recording)
+        try appSources.appendingPathComponent("Recorded").copy(to: recording)
         model = AppModel(
-            monitor: monitor, folder: DocumentsFolder(documents: documents, included: home), refusal: "Not here.",
+            monitor: monitor, folder: DocumentsFolder(documents: documents, included: appSources), refusal: "Not here.",
             recording: recording
         ) { _ in ByteTokenizer() }
         await model.refresh()
@@ -457,12 +398,11 @@ import Testing
         #expect(model.screen.overnightAdvice.english.hasPrefix("Connect the charger"))
         monitor.battery?.isCharging = true
         #expect(model.screen.overnightAdvice.english.hasPrefix("With the app in front"), "the CPU is standard here")
-        try await prepare(steps: 1_000_000)
+        try await importTied(steps: 1_000_000)
         await model.startTraining()
         #expect(model.screen.staysAwake && model.screen.isDimmed)
         (model.screen.isOvernight, model.screen.keepsAwake) = (false, false)
         #expect(!model.screen.staysAwake && !model.screen.isDimmed)
-        model.controller.stop()
-        try await ended()
+        try await stop()
     }
 }

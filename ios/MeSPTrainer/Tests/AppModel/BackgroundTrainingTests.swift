@@ -61,55 +61,40 @@ import Testing
     func end(_ last: LiveActivityContent?) { (title, shown) = (nil, last) }
 }
 
-@Suite(.serialized) @MainActor final class BackgroundTrainingTests {
-    private let documents = temporaryFolder()
-    private let monitor = TestMonitor()
+@Suite(.serialized) @MainActor final class BackgroundTrainingTests: AppSuite {
     private let scheduler = Scheduler()
     private let board = Board()
     private let lock = Lock()
-    private lazy var model = makeModel()
 
-    init() throws { try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true) }
-    deinit { try? FileManager.default.removeItem(at: documents) }
-
-    private func makeModel() -> AppModel {
+    override func makeModel(_ loadTokenizer: @escaping LoadTokenizer) -> AppModel {
         AppModel(
             monitor: monitor, folder: DocumentsFolder(documents: documents), scheduler: scheduler,
-            notificationDisplay: board,
-            activityDisplay: lock
-        ) { _ in ByteTokenizer() }
+            notificationDisplay: board, activityDisplay: lock, loadTokenizer: loadTokenizer)
     }
+
+    private func launch() { model = makeModel { _ in ByteTokenizer() } }
 
     private func prepare(steps: Int) async throws {
-        let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
-        await model.importBundle(at: fixture)
-        (model.form.settings.steps, model.form.settings.valBatches, model.form.settings.saveEvery) = (steps, 0, 1)
+        try await importTied(steps: steps)
+        model.form.settings.saveEvery = 1
     }
 
-    private func train(steps: Int = 1_000_000) async throws {
+    private func begin(steps: Int = 1_000_000) async throws {
         try await prepare(steps: steps)
         await model.startTraining()
         try await reach(.training)
-    }
-
-    private func wait(until condition: () -> Bool) async throws {
-        let limit = Date(timeIntervalSinceNow: 900)  // a hang, and no slow machine
-        while !condition() {
-            try #require(Date.now < limit, "the state is \(model.controller.state)")
-            try await Task.sleep(for: .milliseconds(2))
-        }
     }
 
     private func reach(_ state: RunController.State) async throws { try await wait { model.controller.state == state } }
 
     private func end() async throws {
         monitor.scene = .active
-        model.controller.stop()
-        try await reach(.finished(.stopped))
+        try await stop()
+        #expect(model.controller.state == .finished(.stopped))
     }
 
     @Test func whatThePersonStartedGoesOnInTheTimeThatIsGiven() async throws {
-        try await train()
+        try await begin()
         #expect(scheduler.asked == [.overnight, .continued])
         #expect(board.permissions == 1)
         let time = scheduler.give(.continued)
@@ -163,13 +148,11 @@ import Testing
     }
 
     private func playOnGPU() async throws {
-        let recorded = URL(fileURLWithPath: #filePath).deletingLastPathComponent()
-            .appendingPathComponent("../../Recorded/metrics.jsonl").standardizedFileURL
+        let recorded = appSources.appendingPathComponent("Recorded/metrics.jsonl")
         let copy = model.library.folder.runsFolder.appendingPathComponent("on the GPU")
-        try FileManager.default.createDirectory(at: copy, withIntermediateDirectories: true)
-        let log = try String(contentsOf: recorded, encoding: .utf8)
-            .replacing(#/"device": ?"cpu"/#, with: "\"device\":\"gpu\"")
-        try Data(log.utf8).write(to: copy.appendingPathComponent("metrics.jsonl"))
+        try copy.makeFolder()
+        let log = try recorded.readText().replacing(#/"device": ?"cpu"/#, with: "\"device\":\"gpu\"")
+        try copy.appendingPathComponent("metrics.jsonl").write(log)
         model.controller.replay(copy, interval: .milliseconds(20))
         try await wait { model.controller.log.steps.count > 1 }
         #expect(model.controller.usesGPU)
@@ -182,8 +165,7 @@ import Testing
         let time = scheduler.give(.continuedOnGPU)
         #expect(model.controller.grant == .continuedOnGPU)
         try await wait { time.shown.last?.step ?? 0 > 1 }
-        model.controller.stop()
-        try await reach(.finished(.stopped))
+        try await stop()
         #expect(time.ended == false && model.controller.grant == nil)
         #expect(scheduler.withdrawn == BackgroundGrant.allCases)
     }
@@ -191,12 +173,10 @@ import Testing
     @Test func withoutTheGPUARunForItAsksForNothing() async throws {
         try await playOnGPU()
         #expect(scheduler.asked.isEmpty)
-        model.controller.stop()
-        try await reach(.finished(.stopped))
     }
 
     @Test func aTimeThatIsTakenBackLeavesTheOther() async throws {
-        try await train()
+        try await begin()
         let (first, second) = (scheduler.give(.continued), scheduler.give(.continued))
         first.onExpiration?()
         monitor.scene = .background
@@ -209,7 +189,7 @@ import Testing
     }
 
     @Test func theNightsTimeIsForTheCharger() async throws {
-        try await train()
+        try await begin()
         monitor.scene = .background
         try await reach(.paused(.away))
         let time = scheduler.give(.overnight)
@@ -226,7 +206,7 @@ import Testing
     }
 
     @Test func aRunThatEndsInTheBackgroundEndsItsTime() async throws {
-        try await train(steps: 12)
+        try await begin(steps: 12)
         let time = scheduler.give(.continued)
         monitor.scene = .background
         try await reach(.finished(.finished))
@@ -239,15 +219,15 @@ import Testing
     }
 
     private func cutOff(from uninterrupted: RunSettings) throws {
-        let (files, original) = (FileManager.default, documents.appendingPathComponent("original"))
+        let original = documents.appendingPathComponent("original")
         let killed = model.library.folder.runsFolder.appendingPathComponent("killed")
-        try files.createDirectory(at: model.library.folder.runsFolder, withIntermediateDirectories: true)
+        try model.library.folder.runsFolder.makeFolder()
         var settings = uninterrupted
         settings.output = original.path
         try Run.run(settings) { record, _ in
-            if case .step(let step) = record, step.step == 5 { try files.copyItem(at: original, to: killed) }
+            if case .step(let step) = record, step.step == 5 { try original.copy(to: killed) }
         }
-        try files.removeItem(at: original)
+        try FileManager.default.removeItem(at: original)
         let log = killed.appendingPathComponent("metrics.jsonl")
         try Data(contentsOf: log).dropLast(700).write(to: log)
     }
@@ -267,13 +247,13 @@ import Testing
         try Run.run(uninterrupted)
         try cutOff(from: uninterrupted)
 
-        model = makeModel()
+        launch()
         await model.refresh()
         let run = try #require(model.interrupted)
         #expect(run.name == "killed")
         model.decline(run)
         #expect(model.interrupted == nil)
-        model = makeModel()
+        launch()
         await model.refresh()
         await model.resume(try #require(model.interrupted))
         #expect(model.problem == nil)
@@ -287,7 +267,7 @@ import Testing
     @Test func theNightGoesOnWithARunThatWasCutOff() async throws {
         try await prepare(steps: 9)
         try cutOff(from: try settings())
-        model = makeModel()
+        launch()
         monitor.scene = .background
         monitor.battery?.isCharging = true
         let time = scheduler.give(.overnight)
@@ -303,7 +283,7 @@ import Testing
     @Test func timeWithTheGPUContinuesARunThatWasCutOff() async throws {
         try await prepare(steps: 9)
         try cutOff(from: try settings())
-        model = makeModel()
+        launch()
         monitor.scene = .background
         let time = scheduler.give(.continuedOnGPU)
         try await reach(.finished(.finished))
@@ -311,7 +291,7 @@ import Testing
     }
 
     @Test func thePersonIsToldWhyARunWaits() async throws {
-        try await train()
+        try await begin()
         monitor.thermalState = .serious
         try await reach(.paused(.heat))
         #expect(board.shown == nil, "it is on the screen")
@@ -334,7 +314,7 @@ import Testing
     }
 
     @Test func aFailureIsToldInItsSentence() async throws {
-        try await train()
+        try await begin()
         let time = scheduler.give(.continued)
         monitor.scene = .background
         let bundle = try #require(model.form.bundle).url
@@ -347,7 +327,7 @@ import Testing
 
     @Test(arguments: [BackgroundGrant.continued, .continuedOnGPU])
     func theLockScreenShowsTheRun(_ grant: BackgroundGrant) async throws {
-        try await train()
+        try await begin()
         #expect(lock.title == "Training \(try #require(model.controller.log.start).model.name)")
         #expect(lock.shown?.progress.steps == 1_000_000 && lock.shown?.note == nil)
         try await wait { model.controller.log.lastStep > 1 }
@@ -373,15 +353,14 @@ import Testing
     }
 
     @Test func theLockScreenKeepsHowARunEnded() async throws {
-        try await train()
+        try await begin()
         monitor.scene = .inactive
-        model.controller.stop()
-        try await reach(.finished(.stopped))
+        try await stop()
         #expect(lock.title == nil && lock.shown?.note == "Training was stopped.")
     }
 
     @Test func inFrontTheLockScreenKeepsNothing() async throws {
-        try await train()
+        try await begin()
         try await end()
         #expect(lock.title == nil && lock.shown == nil)
     }
@@ -389,14 +368,7 @@ import Testing
     @Test func progressInWords() {
         func sentence(_ step: Int, _ seconds: Double) -> String {
             var log = LogSummary()
-            if step > 0 {
-                log.append(
-                    .step(
-                        .init(
-                            step: step, loss: 2.314, seconds: seconds, forwardSeconds: 0, lossSeconds: 0,
-                            backwardSeconds: 0, tokens: 1, learningRate: 1, footprintBytes: 1, footprintPeakBytes: 1,
-                            mlxActiveBytes: 1, mlxPeakBytes: 1, mlxCacheBytes: 1, writtenBytes: 1, thermalState: "")))
-            }
+            if step > 0 { log.append(.step(.ofATest(step, loss: 2.314, seconds: seconds))) }
             return RunProgress(log, steps: 100).sentence.english
         }
         #expect(sentence(0, 0) == "Step 0 of 100")

@@ -6,15 +6,12 @@ import Testing
 @testable import MeSPCore
 
 @Suite(.serialized) @MainActor final class BenchmarkTests {
-    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-    deinit { try? FileManager.default.removeItem(at: folder) }
+    private let folder = temporaryFolder()
 
     private func settings() throws -> RunSettings {
-        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
-        var settings = RunSettings(bundle: bundle.path, output: "")
+        var settings = RunSettings(bundle: try tiedBundle().path, output: "")
         settings.usePaperUpdate()
-        settings.seqLen = 32
-        settings.steps = 2
+        (settings.seqLen, settings.steps) = (32, 2)
         return settings
     }
 
@@ -50,12 +47,7 @@ import Testing
                 .init(
                     method: .mesp, seqLen: 256, rank: 8, predictedPeakBytes: 1, leastPeakBytes: 1, mappedBytes: 1)))
         for (step, state) in ["fair", "serious", "nominal"].enumerated() {
-            log.append(
-                .step(
-                    .init(
-                        step: step + 1, loss: 1, seconds: Double(step), forwardSeconds: 0, lossSeconds: 0,
-                        backwardSeconds: 0, tokens: 256, learningRate: 1, footprintBytes: 1, footprintPeakBytes: 2,
-                        mlxActiveBytes: 3, mlxPeakBytes: 4, mlxCacheBytes: 5, writtenBytes: 6, thermalState: state)))
+            log.append(.step(.ofATest(step + 1, seconds: Double(step), thermalState: state)))
         }
         log.append(.end(.init(reason: .finished, step: 3, seconds: 3, footprintPeakBytes: 7)))
         let row = try #require(Benchmark.Row(log, before: 8))

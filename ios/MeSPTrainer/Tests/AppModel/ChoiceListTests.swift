@@ -3,38 +3,28 @@ import Testing
 
 @testable import MeSP
 @testable import MeSPAppModel
-@testable import MeSPBundle
 @testable import MeSPCore
 
-@Suite(.serialized) @MainActor final class ChoiceListTests {
-    private let app: TestApp
-    private var model: AppModel { app.model }
-
-    init() throws { app = try TestApp() }
-
+@Suite(.serialized) @MainActor final class ChoiceListTests: AppSuite {
     private func talk(_ turns: Int) async throws {
-        try await app.importTied()
+        try await importTied(steps: 3)
         let form = model.form
-        (form.settings.steps, form.settings.seqLen) = (3, 32)
+        form.settings.seqLen = 32
         (form.settings.optimizer, form.settings.learningRate) = (.sgd, 1)
-        await model.startTraining()
-        try await app.ended()
+        try await train()
         for turn in 0..<turns {
-            var request = SideBySideChat.Request()
-            (request.prompt, request.isChat, request.maxTokens, request.system) = ("Q\(turn)", true, 6, "Brief.")
-            await model.write(request)
-            try await app.ended()
+            try await write(.init("Q\(turn)", maxTokens: 6, isChat: true, system: "Brief."))
         }
         #expect(model.problem == nil && model.chat.problem == nil)
     }
 
     /// A folder in place of the file simulates a file that cannot be read while the phone is locked.
     @Test func choicesThatCannotBeReadYetRaiseNoAlert() async throws {
-        try FileManager.default.createDirectory(at: model.choices.url, withIntermediateDirectories: true)
-        app.monitor.scene = .background
+        try model.choices.url.makeFolder()
+        monitor.scene = .background
         await model.refresh()
         #expect(model.problem == nil, "nobody has done anything, and it is read again in front")
-        app.monitor.scene = .active
+        monitor.scene = .active
         await model.refresh()
         #expect(model.problem?.english.contains("choices.jsonl cannot be read") == true)
     }
@@ -46,8 +36,7 @@ import Testing
         let choice = try #require(model.choices.list.first)
         #expect(choice.chosen == turn.tuned.text && choice.rejected == turn.base.text)
         #expect(choice.prompt.map(\.role) == ["system", "user", "assistant", "user"])
-        #expect(
-            choice.prompt[2].content == model.chat.turns[0].tuned.text, "the conversation as that side has it")
+        #expect(choice.prompt[2].content == model.chat.turns[0].tuned.text, "the conversation as that side has it")
         #expect(model.choices.contains(turn.tuned.text, to: "Q1") && !model.choices.contains(turn.base.text, to: "Q1"))
 
         await model.choose(.tuned, of: turn.id)
@@ -77,16 +66,12 @@ import Testing
         #expect(model.problem?.english.contains("0 usable records of 0") == true)
         model.problem = nil
         for number in 0..<4 {
-            try model.choices.add(
-                Choice(
-                    prompt: [.user("Q\(number)")], chosen: "yes \(number)", rejected: "no")
-            )
+            try model.choices.add(Choice(prompt: [.user("Q\(number)")], chosen: "yes \(number)", rejected: "no"))
         }
         let architecture = try #require(form.bundle?.manifest).architecture
         let rate = form.settings.effectiveLearningRate(for: architecture)
         #expect(form.settings.objective == .dpo)
-        await model.startTraining()
-        try await app.ended()
+        try await train()
         let run = try #require(model.library.runs.first { $0.log?.start?.settings.objective == .dpo })
         #expect(run.status == .finished && run.log?.start?.settings.learningRate == rate)
         form.textKind = .bundle

@@ -5,12 +5,8 @@ import Testing
 @testable import MeSPAppModel
 
 @Suite(.serialized) @MainActor final class ChoiceStoreTests {
-    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private let folder = newFolder()
     private var store: ChoiceStore { ChoiceStore(url: folder.appendingPathComponent("choices.jsonl")) }
-
-    init() throws { try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true) }
-
-    deinit { try? FileManager.default.removeItem(at: folder) }
 
     private func choice(_ chosen: String, _ rejected: String) throws -> Choice {
         try Choice(prompt: [Conversation.Message.user("Hi")], chosen: chosen, rejected: rejected)
@@ -26,13 +22,12 @@ import Testing
         try store.remove([first.id])
         #expect(try store.all().map(\.chosen) == ["Moin"])
         try store.remove([second.id])
-        #expect(!FileManager.default.fileExists(atPath: store.url.path))
+        #expect(!store.url.exists)
     }
 
     @Test func theFileIsOfPreferences() throws {
         try store.append(choice("Hello.", "Hm"))
-        let json = try JSONSerialization.jsonObject(with: Data(contentsOf: store.url)) as? [String: Any]
-        let record = try #require(json)
+        let record = try store.url.readJSON()
         #expect(record["prompt"] as? [[String: String]] == [["role": "user", "content": "Hi"]])
         #expect(record["chosen"] as? [[String: String]] == [["role": "assistant", "content": "Hello."]])
         #expect(record["rejected"] as? [[String: String]] == [["role": "assistant", "content": "Hm"]])

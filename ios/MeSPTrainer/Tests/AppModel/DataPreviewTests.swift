@@ -7,31 +7,18 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-@Suite(.serialized) @MainActor final class DataPreviewTests {
-    private let documents = temporaryFolder()
-    private lazy var model = makeModel(TemplateTokenizer(template: TemplateTokenizer.chatML))
-    deinit { try? FileManager.default.removeItem(at: documents) }
-
-    init() throws { try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true) }
-
-    private func makeModel(_ tokenizer: any TextTokenizer) -> AppModel {
-        AppModel(monitor: TestMonitor(), folder: DocumentsFolder(documents: documents)) { _ in tokenizer }
-    }
-
-    private func importTied() async throws {
-        let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
-        await model.importBundle(at: fixture)
-        model.form.settings.valBatches = 0
+@Suite(.serialized) @MainActor final class DataPreviewTests: AppSuite {
+    private func use(_ tokenizer: any TextTokenizer) async throws {
+        model = makeModel { _ in tokenizer }
+        try await importTied()
     }
 
     private func choose(_ name: String, _ text: String) async throws {
-        let file = documents.appendingPathComponent(name)
-        try Data(text.utf8).write(to: file)
-        await model.chooseText(at: file)
+        await model.chooseText(at: try file(name, text))
     }
 
     @Test func theFirstRecordIsSeenAsItIsTrained() async throws {
-        try await importTied()
+        try await use(TemplateTokenizer(template: TemplateTokenizer.chatML))
         model.form.settings.seqLen = 32
         let record = #"{"prompt": "a", "completion": "b\tc\nd", "source": "web"}"#
         let left = #"{"prompt": "x", "completion": "y", "train": false}"#
@@ -58,7 +45,7 @@ import Testing
     }
 
     @Test func aRecordThatCannotBeTrainedIsSaidBeforeTheStart() async throws {
-        try await importTied()
+        try await use(TemplateTokenizer(template: TemplateTokenizer.chatML))
         try await choose("a.jsonl", #"{"messages": [{"role": "gpt", "content": "a"}]}"#)
         await model.updatePreview()
         #expect(model.preview.current == nil)
@@ -72,7 +59,6 @@ import Testing
     }
 
     @Test func theBundlesOwnDataAndPastedTextAreSeenToo() async throws {
-        model = makeModel(ByteTokenizer())
         try await importTied()
         await model.updatePreview()
         let bundle = try ModelBundle(url: try #require(model.form.bundle).url)
@@ -97,9 +83,7 @@ import Testing
     }
 
     @Test func aTokenizerThatCannotBeReadKeepsNoBundleFromBeingTrained() async throws {
-        model = AppModel(monitor: TestMonitor(), folder: DocumentsFolder(documents: documents)) { _ in
-            throw MeSPError("The tokenizer is not there.")
-        }
+        model = makeModel { _ in throw MeSPError("The tokenizer is not there.") }
         try await importTied()
         await model.updatePreview()
         #expect(model.preview.current == nil && model.preview.problem == nil)
@@ -109,7 +93,7 @@ import Testing
     }
 
     @Test func anEarlierLookShowsNothing() async throws {
-        try await importTied()
+        try await use(TemplateTokenizer(template: TemplateTokenizer.chatML))
         (model.form.textKind, model.form.pasted) = (.pasted, String(repeating: "First line.\n", count: 200))
         let look = Task { await model.preview.read(pause: .milliseconds(200)) }
         await Task.yield()
@@ -121,13 +105,11 @@ import Testing
     }
 
     @Test func aRunSaysWhatItsTextLost() async throws {
-        model = makeModel(ByteTokenizer())
         try await importTied()
         let record = #"{"prompt": "a", "completion": "b", "source": "web"}"#
         try await choose("a.jsonl", "\(record)\n\(record)\n")
         model.form.settings.steps = 1
-        await model.startTraining()
-        while !model.isFree { try await Task.sleep(for: .milliseconds(5)) }
+        try await train()
         #expect(
             model.textNotices.map(\.english) == [
                 "The chat template writes no token after an answer, so the token that ends a text is added there.",

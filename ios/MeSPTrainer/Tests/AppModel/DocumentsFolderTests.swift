@@ -10,25 +10,13 @@ import Testing
 @testable import MeSPFiles
 
 @Suite(.serialized) @MainActor final class DocumentsFolderTests {
-    private let documents = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private let documents = newFolder()
     private lazy var store = DocumentsFolder(documents: documents)
     private let files = FileManager.default
 
-    init() throws { try files.createDirectory(at: documents, withIntermediateDirectories: true) }
-    deinit { try? FileManager.default.removeItem(at: documents) }
-
-    private func fixture() throws -> URL {
-        try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
-    }
-
     private func settings(_ name: String, steps: Int) throws -> RunSettings {
-        var settings = RunSettings(
-            bundle: try fixture().path, output: store.runsFolder.appendingPathComponent(name).path)
-        settings.seqLen = 32
-        settings.steps = steps
-        settings.valBatches = 0
-        (settings.optimizer, settings.learningRate) = (.sgd, 0.05)
-        settings.saveEvery = 2
+        var settings = try RunSettings.ofATest(store.runsFolder.appendingPathComponent(name))
+        (settings.steps, settings.saveEvery, settings.learningRate) = (steps, 2, 0.05)
         return settings
     }
 
@@ -62,21 +50,21 @@ import Testing
         let date = Date(timeIntervalSince1970: 1_700_000_000)
         let first = store.newRun(bundle: "Demo", method: .mebp, at: date)
         #expect(first.lastPathComponent.hasPrefix("Demo mebp 2023-11-1"))
-        try files.createDirectory(at: first, withIntermediateDirectories: true)
+        try first.makeFolder()
         let second = store.newRun(bundle: "Demo", method: .mebp, at: date)
         #expect(second.lastPathComponent == first.lastPathComponent + " 2")
     }
 
     @Test func aLogThatCannotBeReadIsListedWithTheReason() throws {
         let folder = store.runsFolder.appendingPathComponent("bad")
-        try files.createDirectory(at: folder, withIntermediateDirectories: true)
-        try Data("{}\n{}\n".utf8).write(to: folder.appendingPathComponent("metrics.jsonl"))
-        let log = folder.appendingPathComponent("metrics.jsonl").path
-        #expect(try store.runs().map(\.status) == [.unreadable("Line 1 of \(log) is not a log record.")])
+        try folder.makeFolder()
+        let log = folder.appendingPathComponent("metrics.jsonl")
+        try log.write("{}\n{}\n")
+        #expect(try store.runs().map(\.status) == [.unreadable("Line 1 of \(log.path) is not a log record.")])
     }
 
     @Test func aBegunDownloadThatCannotBeReadIsSaidSoOnce() throws {
-        try Data("{}".utf8).write(to: documents.appendingPathComponent(".download.json"))
+        try documents.appendingPathComponent(".download.json").write("{}")
         #expect(message { _ = try store.readBegunDownload() }.hasPrefix("The download cannot continue: "))
         #expect(try store.readBegunDownload() == nil)
     }
@@ -120,15 +108,14 @@ import Testing
 
         var settings = uninterrupted
         let original = documents.appendingPathComponent("original")
-        let (files, killed) = (files, store.runsFolder.appendingPathComponent("killed"))
+        let killed = store.runsFolder.appendingPathComponent("killed")
         settings.output = original.path
-        try files.createDirectory(at: store.runsFolder, withIntermediateDirectories: true)
+        try store.runsFolder.makeFolder()
         try Run.run(settings) { record, _ in
-            guard case .step(let step) = record, step.step == 5 else { return }
-            try files.copyItem(at: original, to: killed)
+            if case .step(let step) = record, step.step == 5 { try original.copy(to: killed) }
         }
 
-        try files.copyItem(at: try fixture(), to: documents.appendingPathComponent("bundle.mesp"))
+        try tiedBundle().copy(to: documents.appendingPathComponent("bundle.mesp"))
         let run = try #require(try store.runs().first { $0.name == "killed" })
         #expect(run.status == .interrupted)
         #expect(run.canResume)
@@ -165,20 +152,19 @@ import Testing
     }
 
     @Test func importsABundle() throws {
-        let bundle = try store.importBundle(at: try fixture())
+        let bundle = try store.importBundle(at: try tiedBundle())
         #expect(bundle.problem == nil)
         #expect(try store.bundles().map(\.url.lastPathComponent) == ["bundle.mesp"])
         #expect(throws: MeSPError("There is a bundle bundle.mesp already; delete it first.")) {
-            _ = try store.importBundle(at: try fixture())
+            _ = try store.importBundle(at: try tiedBundle())
         }
         try store.delete(bundle)
         #expect(try store.bundles().isEmpty)
     }
 
     @Test func whatABundleDoesNotListIsNotImported() throws {
-        let source = documents.deletingLastPathComponent().appendingPathComponent("\(UUID().uuidString).mesp")
-        defer { try? files.removeItem(at: source) }
-        try files.copyItem(at: try fixture(), to: source)
+        let source = temporaryFolder().appendingPathExtension("mesp")
+        try tiedBundle().copy(to: source)
         try files.createSymbolicLink(
             atPath: source.appendingPathComponent("chat_template.jinja").path, withDestinationPath: "/dev/zero")
         let bundle = try store.importBundle(at: source)
@@ -189,35 +175,30 @@ import Testing
 
     @Test func aBundleThatHasNoRoomIsRefusedBeforeItIsCopied() throws {
         let full = DocumentsFolder(documents: documents, freeBytes: { _ in 100_000_000 })
-        do {
-            _ = try full.importBundle(at: try fixture())
-            Issue.record("it was copied")
-        } catch {
-            #expect(error.plainSentence.english.hasPrefix("bundle.mesp takes "))
-            #expect(error.plainSentence.english.hasSuffix("and the phone has 100 MB free; make room for it first."))
-        }
+        let said = message { _ = try full.importBundle(at: tiedBundle()) }
+        #expect(said.hasPrefix("bundle.mesp takes "))
+        #expect(said.hasSuffix("and the phone has 100 MB free; make room for it first."))
         #expect(try files.contentsOfDirectory(atPath: documents.path).isEmpty)
         #expect(documents.freeBytes ?? 0 > 0)
     }
 
     @Test func filesAreKeptAsTheyAreToBe() throws {
-        final class Kept: @unchecked Sendable { var byName = [String: StoragePolicy]() }
-        let kept = Kept()
+        let kept = Locked([String: StoragePolicy]())
         let store = DocumentsFolder(
             documents: documents,
             applyPolicy: { url, policy in
                 let inside = try? FileManager.default.contentsOfDirectory(atPath: url.path)
                 if url.path.contains("/.import") { #expect(inside?.isEmpty == true) }
-                kept.byName[url.lastPathComponent.replacing(/ing-.*/, with: "ing")] = policy
+                kept.change { $0[url.lastPathComponent.replacing(/ing-.*/, with: "ing")] = policy }
             })
-        _ = try store.importBundle(at: try fixture())
+        _ = try store.importBundle(at: try tiedBundle())
         let run = try settings("run", steps: 2)
         try Run.run(run)
         let left = URL(fileURLWithPath: run.output).appendingPathComponent("state.safetensors.partial")
         try Data().write(to: left)
         try store.applyPoliciesToRuns()
         #expect(
-            kept.byName == [
+            kept.value == [
                 ".importing": .bundle, "run": .run, "state.safetensors": .state, "state.safetensors.partial": .state,
             ])
         #expect(!StoragePolicy.bundle.isInBackup && !StoragePolicy.state.isInBackup && StoragePolicy.run.isInBackup)
@@ -228,15 +209,12 @@ import Testing
     }
 
     @Test func whatIsSentBackAreReportsAndLogs() throws {
-        let store = DocumentsFolder(documents: documents)
         let settings = try settings("run", steps: 2)
         try Run.run(settings)
-        let run = URL(fileURLWithPath: settings.output)
-        try Data("[]".utf8).write(to: run.appendingPathComponent("samples.json"))
-        try files.createDirectory(at: store.selfChecksFolder, withIntermediateDirectories: true)
-        try Data("{}".utf8).write(to: store.newSelfCheck(bundle: "demo"))
+        try URL(fileURLWithPath: settings.output).appendingPathComponent("samples.json").write("[]")
+        try store.selfChecksFolder.makeFolder()
+        try store.newSelfCheck(bundle: "demo").write("{}")
         let export = temporaryFolder()
-        defer { try? files.removeItem(at: export) }
         for _ in 0..<2 { try store.exportMeasurements(to: export) }
         let found = try files.subpathsOfDirectory(atPath: export.path).filter { $0.contains(".json") }
         #expect(found.contains("runs/run/metrics.jsonl") && found.count == 2, "\(found)")
@@ -244,24 +222,18 @@ import Testing
     }
 
     @Test func refusesADamagedBundleAndKeepsNothingOfIt() throws {
-        let source = documents.deletingLastPathComponent().appendingPathComponent("\(UUID().uuidString).mesp")
-        defer { try? files.removeItem(at: source) }
-        try files.copyItem(at: try fixture(), to: source)
-        let file = source.appendingPathComponent("blocks/00.bin")
-        var data = try Data(contentsOf: file)
-        data[100] ^= 1
-        try data.write(to: file)
-        let name = source.lastPathComponent
-        #expect(
-            throws: MeSPError(
-                "blocks/00.bin in \(name) is damaged (its SHA-256 differs); copy or export the bundle again.")
-        ) { _ = try store.importBundle(at: source) }
+        let source = temporaryFolder().appendingPathExtension("mesp")
+        try tiedBundle().copy(to: source)
+        try source.appendingPathComponent("blocks/00.bin").flipBit(ofByte: 100)
+        let said = message { _ = try store.importBundle(at: source) }
+        let name = "blocks/00.bin in \(source.lastPathComponent)"
+        #expect(said == "\(name) is damaged (its SHA-256 differs); copy or export the bundle again.")
         #expect(try files.contentsOfDirectory(atPath: documents.path).isEmpty)
     }
 
     @Test func aBadBundleSaysWhy() throws {
         let url = documents.appendingPathComponent("bad.mesp")
-        try files.copyItem(at: try fixture(), to: url)
+        try tiedBundle().copy(to: url)
         try files.removeItem(at: url.appendingPathComponent("embedding.bin"))
         let bundle = try #require(try store.bundles().first)
         #expect(bundle.manifest == nil && bundle.name == "bad")
@@ -270,28 +242,27 @@ import Testing
 
     @Test func aBundleInAFolderOfItsNameIsFoundAndDeletedWhole() throws {
         let folder = documents.appendingPathComponent("bundle.mesp")
-        try files.createDirectory(at: folder, withIntermediateDirectories: true)
-        try files.copyItem(at: try fixture(), to: folder.appendingPathComponent("bundle.mesp"))
+        try folder.makeFolder()
+        try tiedBundle().copy(to: folder.appendingPathComponent("bundle.mesp"))
         let bundle = try #require(try store.bundles().first)
         #expect(bundle.problem == nil)
         try store.delete(bundle)
-        #expect(!files.fileExists(atPath: folder.path))
+        #expect(!folder.exists)
     }
 
     @Test func bundlesThatCameWithTheAppGiveWayToOnesOfTheSameName() throws {
-        let included = documents.appendingPathComponent("Resources")
-        try files.createDirectory(at: included, withIntermediateDirectories: true)
-        try files.copyItem(at: try fixture(), to: included.appendingPathComponent("bundle.mesp"))
+        let included = newFolder()
+        try tiedBundle().copy(to: included.appendingPathComponent("bundle.mesp"))
         let store = DocumentsFolder(documents: documents, included: included)
         let bundle = try #require(try store.bundles().first)
         #expect(bundle.isIncluded)
         #expect(throws: MeSPError("\(bundle.name) came with the app and stays with it.")) { try store.delete(bundle) }
-        _ = try store.importBundle(at: try fixture())
+        _ = try store.importBundle(at: try tiedBundle())
         #expect(try store.bundles().map(\.isIncluded) == [false])
     }
 
     @Test func saysWhetherARunFits() throws {
-        let manifest = try ModelBundle(url: try fixture()).manifest
+        let manifest = try ModelBundle(url: try tiedBundle()).manifest
         var settings = try settings("run", steps: 1)
         let fit = try MemoryFit(settings, manifest, available: nil)
         #expect(fit.fits && fit.predictedPeak > 1_000_000)

@@ -7,27 +7,23 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-@Suite(.serialized) @MainActor final class EvaluationTests {
-    private let monitor = TestMonitor()
+@Suite(.serialized) @MainActor final class EvaluationTests: AppSuite {
     private lazy var evaluation = Evaluation(monitor: monitor)
-    private let folder = temporaryFolder()
-    deinit { try? FileManager.default.removeItem(at: folder) }
-
-    private func bundle() throws -> URL { try #require(Fixture.tied).appendingPathComponent("bundle.mesp") }
 
     private func adapters() throws -> URL {
-        var settings = try RunSettings.ofATest(folder)
+        var settings = try RunSettings.ofATest(documents)
         settings.steps = 3
         try Run.run(settings)
-        return folder.appendingPathComponent("adapters")
+        return documents.appendingPathComponent("adapters")
     }
 
     private func measure(
-        _ lines: String..., adapters: URL? = nil, tokenizer: ByteTokenizer = ByteTokenizer(hasChatTemplate: false)
+        _ lines: String..., adapters: URL? = nil, tokenizer: any TextTokenizer = ByteTokenizer(hasChatTemplate: false)
     ) async throws {
         evaluation.start(
-            Data(lines.joined(separator: "\n").utf8), bundle: try bundle(), adapters: adapters, tokenizer: tokenizer)
-        while evaluation.isRunning { try await Task.sleep(for: .milliseconds(2)) }
+            Data(lines.joined(separator: "\n").utf8), bundle: try tiedBundle(), adapters: adapters, tokenizer: tokenizer
+        )
+        try await wait { !evaluation.isRunning }
     }
 
     @Test func perplexityIsTheEvaluators() async throws {
@@ -37,7 +33,7 @@ import Testing
         #expect(evaluation.problem == nil && score.kind == .perplexity && score.records == 2)
         for (folders, found) in [([], score.base), ([adapters], try #require(score.tuned))] {
             let evaluator = try Evaluator(
-                ModelBundle(url: try bundle()), adapters: folders.map { WeightedAdapters($0) })
+                ModelBundle(url: try tiedBundle()), adapters: folders.map { WeightedAdapters($0) })
             let sum = try ["The quick", "dog, lazy"].reduce(0) { sum, text in
                 sum + (try evaluator.logLikelihood(of: [0] + text.utf8.map { Int($0) }, window: 2048))
             }
@@ -46,11 +42,10 @@ import Testing
         #expect(score.base != score.tuned && score.difference?.contains((score.tuned ?? 0) - score.base) == true)
     }
 
-    @Test(arguments: [#"" lazy dog""#, #""ABC, ABC""#, "0", "1"]) func choicesAreTheLikeliest(_ answer: String)
-        async throws
-    {
+    @Test(arguments: [#"" lazy dog""#, #""ABC, ABC""#, "0", "1"])
+    func choicesAreTheLikeliest(_ answer: String) async throws {
         try await measure(#"{"prompt": "The quick ", "choices": [" lazy dog", "ABC, ABC"], "answer": \#(answer)}"#)
-        let evaluator = try Evaluator(ModelBundle(url: try bundle()))
+        let evaluator = try Evaluator(ModelBundle(url: try tiedBundle()))
         // White space at the end of the prompt is moved to the start of each choice.
         let scores = try evaluator.scores(
             of: ["  lazy dog", " ABC, ABC"].map { $0.utf8.map { Int($0) } }, after: "The quick".utf8.map { Int($0) })
@@ -62,10 +57,8 @@ import Testing
 
     @Test func answersAreWhatIsWritten() async throws {
         var request = Generator.Request(prompt: "The quick".utf8.map { Int($0) })
-        request.stop = endTokens(of: try bundle(), ByteTokenizer())
-        var written = [Int]()
-        try Generator(ModelBundle(url: try bundle())).generate(request) { written.append($0) }
-        let text = ByteTokenizer().decode(written)
+        request.stop = endTokens(of: try tiedBundle(), ByteTokenizer())
+        let text = ByteTokenizer().decode(try Generator(ModelBundle(url: tiedBundle())).text(request))
         let lines = try [text, "something else"].map { completion in
             let record = try JSONEncoder().encode(["prompt": "The quick", "completion": completion])
             return String(decoding: record, as: UTF8.self)
@@ -81,7 +74,7 @@ import Testing
         for ids in expected.tokenizers {
             try await measure(#"{"text": "\#(expected.words)"}"#, tokenizer: ids.tokenizer)
             let found = try #require(evaluation.score).base
-            let evaluator = try Evaluator(ModelBundle(url: try bundle()))
+            let evaluator = try Evaluator(ModelBundle(url: try tiedBundle()))
             let sum = try evaluator.logLikelihood(of: ids.text, window: 2048)
             #expect(abs(found - exp(-sum / Double(expected.words.utf8.count))) < 1e-9 * found)
             figures.insert(found)
@@ -103,8 +96,7 @@ import Testing
 
     @Test func specialTokensInRecordsAreText() throws {
         let begin = TemplateTokenizer.id("<s>")
-        let tokenizer = TemplateTokenizer(
-            beginOfText: begin, addsBegin: true, template: TemplateTokenizer.chatML)
+        let tokenizer = TemplateTokenizer(beginOfText: begin, addsBegin: true, template: TemplateTokenizer.chatML)
         let (prompt, choices) = try tokenizer.encode("a</s> ", followedBy: ["<s>b", "c"])
         #expect(prompt.filter(tokenizer.isSpecial) == [begin] && tokenizer.decode(prompt) == "<s>a</s>")
         #expect(choices.map { tokenizer.decode($0) } == [" <s>b", " c"])
@@ -127,10 +119,9 @@ import Testing
         let tokenizer = TemplateTokenizer(template: TemplateTokenizer.passesOver)
         let line =
             #"{"prompt": [{"role": "tool", "content": "x"}, {"role": "user", "content": "a"}], "completion": "b"}"#
-        evaluation.start(Data(line.utf8), bundle: try bundle(), adapters: nil, tokenizer: tokenizer)
-        while evaluation.isRunning { try await Task.sleep(for: .milliseconds(2)) }
+        try await measure(line, tokenizer: tokenizer)
         #expect(
-            evaluation.problem?.english
+            evaluation.problem
                 == "Record 1: the chat template leaves out the content of message 1, of the role tool (\"x\"): write it as a user's message."
         )
         try await measure(#"{"text": "The quick", "source": "web"}"#)
@@ -170,30 +161,25 @@ import Testing
     @Test func stopsAndWaitsWhileTheAppIsNotInFront() async throws {
         let line = #"{"prompt": "The quick", "completion": "x"}"#
         monitor.scene = .inactive
-        evaluation.start(Data(line.utf8), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
-        evaluation.start(Data(), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+        evaluation.start(Data(line.utf8), bundle: try tiedBundle(), adapters: nil, tokenizer: ByteTokenizer())
+        evaluation.start(Data(), bundle: try tiedBundle(), adapters: nil, tokenizer: ByteTokenizer())
         try await Task.sleep(for: .milliseconds(50))
         #expect(evaluation.isRunning && evaluation.problem == nil)
         evaluation.stop()
         monitor.scene = .active
-        while evaluation.isRunning { try await Task.sleep(for: .milliseconds(2)) }
+        try await wait { !evaluation.isRunning }
         #expect(evaluation.score == nil && evaluation.problem == nil)
     }
 
     @Test func theAppEvaluatesARunsAdapters() async throws {
-        let app = try TestApp()
-        try await app.importTied()
-        app.model.form.settings.steps = 1
-        await app.model.startTraining()
-        try await app.ended()
-        let file = temporaryFolder().appendingPathExtension("jsonl")
-        defer { try? FileManager.default.removeItem(at: file) }
-        try Data(#"{"text": "The quick"}"#.utf8).write(to: file)
-        await app.model.evaluate(file, with: app.model.library.trained.first)
-        #expect(app.model.evaluation.isRunning && !app.model.isFree && app.model.staysAwake)
-        try await app.ended()
-        #expect(app.model.evaluation.score?.tuned != nil && !app.model.staysAwake)
-        await app.model.evaluate(file.deletingLastPathComponent().appendingPathComponent("not.jsonl"), with: nil)
-        #expect(app.model.problem?.english.contains("cannot be read") == true)
+        try await importTied(steps: 1)
+        try await train()
+        let file = try file("records.jsonl", #"{"text": "The quick"}"#)
+        await model.evaluate(file, with: model.library.trained.first)
+        #expect(model.evaluation.isRunning && !model.isFree && model.staysAwake)
+        try await ended()
+        #expect(model.evaluation.score?.tuned != nil && !model.staysAwake)
+        await model.evaluate(documents.appendingPathComponent("not.jsonl"), with: nil)
+        #expect(model.problem?.english.contains("cannot be read") == true)
     }
 }

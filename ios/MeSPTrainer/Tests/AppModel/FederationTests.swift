@@ -13,28 +13,25 @@ import Testing
     import FoundationNetworking
 #endif
 
-@Suite(.serialized) @MainActor final class FederationTests {
-    private let documents = temporaryFolder()
-    private let monitor = TestMonitor()
+@Suite(.serialized) @MainActor final class FederationTests: AppSuite {
     private let scheduler = Scheduler()
     private let host = UUID().uuidString.lowercased() + ".test"
-    deinit { try? FileManager.default.removeItem(at: documents) }
 
-    private func model(heartbeat: Double = 30) async throws -> AppModel {
-        try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
-        monitor.battery = Battery(level: 0.9, isCharging: true)
-        let model = AppModel(
+    override func makeModel(_ loadTokenizer: @escaping LoadTokenizer) -> AppModel {
+        AppModel(
             monitor: monitor, folder: DocumentsFolder(documents: documents), scheduler: scheduler,
-            loadTokenizer: { _ in ByteTokenizer() })
+            loadTokenizer: loadTokenizer)
+    }
+
+    private func prepare(heartbeat: Double = 30) async throws {
+        monitor.battery = Battery(level: 0.9, isCharging: true)
         model.federation.open = { server, folder, mostBytes, _ in
             try SuperNode(
                 server: server, folder: folder, mostBytes: mostBytes, transport: SuperLink.transport(),
                 seconds: .init(heartbeat: heartbeat, poll: 0.01, lease: 0))
         }
-        let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
-        await model.importBundle(at: fixture)
+        try await importTied()
         model.federation.address = "https://\(host):8000"
-        return model
     }
 
     private final class Scheduler: BackgroundScheduler {
@@ -45,47 +42,33 @@ import Testing
         func withdraw(_ grant: BackgroundGrant) {}
     }
 
-    private func question(_ model: AppModel, steps: Int64 = 2, exchange: String = "float32") throws -> FlowerRecords {
+    private func question(steps: Int64 = 2, exchange: String = "float32") throws -> FlowerRecords {
         let manifest = try #require(model.form.bundle?.manifest)
-        let (architecture, kind) = (manifest.architecture, exchange == "float32" ? FlowerArray.Kind.float32 : .uint16)
-        var arrays = [String: FlowerArray]()
-        for module in architecture.modules {
-            let blocks = (0..<architecture.numHiddenLayers).map { architecture.block($0) }
-                .filter { $0.modules.contains(module) }
-            let shape = [blocks.count, manifest.ranks[0], blocks[0].dimensions(module).outputs]
-            arrays[module.name + ".lora_b"] = FlowerArray(
-                kind, shape: shape, data: Data(count: shape.reduce(kind == .float32 ? 4 : 2, *)))
-        }
-        let model = [manifest.model.id, manifest.model.revision].compactMap { $0 }.joined(separator: "@")
-        return FlowerRecords(
-            arrays: ["arrays": arrays],
-            configs: [
-                "config": [
-                    "model": .text(model), "exchange": .text(exchange), "timeout": .double(600),
-                    "server-round": .int(1),
-                    "steps": .int(steps), "seq_len": .int(Int64(manifest.seqLens[0])),
-                    "rank": .int(Int64(manifest.ranks[0])),
-                    "alpha": .double(4), "freeze_a": .flag(true), "optimizer": .text("sgd"),
-                    "learning_rate": .double(0.1), "output": .text("/etc"),
-                ]
-            ])
+        return SuperLink.round(of: manifest, exchange: exchange, ["steps": .int(steps), "output": .text("/etc")])
     }
 
-    private func round(_ model: AppModel) async throws -> Federation.Round {
+    private func until(_ condition: () -> Bool) async throws {
+        try await wait { model.problem != nil || condition() }
+        try #require(model.problem == nil)
+    }
+
+    /// Runs a node until `body` returns.
+    private func inFederation(_ body: () async throws -> Void) async throws {
         let part = Task { await model.joinFederation() }
-        while model.federation.rounds.first?.bytesUp == nil {
-            try #require(model.problem == nil)
-            try await Task.sleep(for: .milliseconds(5))
-        }
+        try await body()
         model.federation.leave()
         await part.value
+    }
+
+    private func round() async throws -> Federation.Round {
+        try await inFederation { try await until { model.federation.rounds.first?.bytesUp != nil } }
         return try #require(model.federation.rounds.first)
     }
 
     @Test(arguments: ["float32", "bfloat16"]) func trainsAsTheServerAsks(exchange: String) async throws {
-        let model = try await model()
-        try SuperLink.ask(host, question(model, exchange: exchange))
-        let round = try await round(model)
+        try await prepare()
+        try SuperLink.ask(host, question(exchange: exchange))
+        let round = try await round()
         #expect(round.problem?.english == nil)
         #expect(scheduler.asked == [.overnight], "to go on at once is for what a person has started")
         #expect(round.bytesUp ?? 0 > 0 && !model.federation.isOn && model.isFree)
@@ -120,78 +103,67 @@ import Testing
     }
 
     @Test func waitsForTheCharger() async throws {
-        let model = try await model()
+        try await prepare()
         monitor.battery = Battery(level: 0.9, isCharging: false)
-        try SuperLink.ask(host, question(model))
-        let part = Task { await model.joinFederation() }
-        while model.federation.state != .waitingForCharger { try await Task.sleep(for: .milliseconds(5)) }
-        #expect(!model.controller.isRunning && !model.isFree)
-        monitor.battery = Battery(level: 0.9, isCharging: true)
-        while model.federation.rounds.first?.bytesUp == nil { try await Task.sleep(for: .milliseconds(5)) }
-        model.federation.leave()
-        await part.value
+        try SuperLink.ask(host, question())
+        try await inFederation {
+            try await until { model.federation.state == .waitingForCharger }
+            #expect(!model.controller.isRunning && !model.isFree)
+            monitor.battery = Battery(level: 0.9, isCharging: true)
+            try await until { model.federation.rounds.first?.bytesUp != nil }
+        }
     }
 
     @Test func followsTheChargerWhileTheServerCannotBeReached() async throws {
-        let model = try await model(heartbeat: 0.01)
+        try await prepare(heartbeat: 0.01)
         let (federation, controller) = (model.federation, model.controller)
-        func wait(until isSo: () -> Bool) async throws {
-            while !isSo() {
-                try #require(model.problem == nil)
-                try await Task.sleep(for: .milliseconds(5))
-            }
-        }
-        try SuperLink.ask(host, question(model, steps: 1_000_000))
-        let part = Task { await model.joinFederation() }
-        try await wait { controller.state == .training }
-        SuperLink.with(host) { $0.faults["send-node-heartbeat"] = Array(repeating: (0, ""), count: 100) }
-        try await wait { federation.unreachable != nil }
-        #expect(federation.status == federation.unreachable && federation.state == .training(round: "1"))
-        monitor.battery = Battery(level: 0.9, isCharging: false)
-        try await wait { controller.state == .paused(.user) }
-        monitor.battery = Battery(level: 0.9, isCharging: true)
-        try await wait { controller.state == .training }
 
-        SuperLink.with(host) { $0.faults = [:] }
-        try await wait { federation.unreachable == nil }
-        #expect(federation.status == "Training in round 1")
-        monitor.battery = Battery(level: 0.9, isCharging: false)
-        try await wait { controller.state == .paused(.user) }
-        federation.needsCharger = false
-        try await wait { controller.state == .training }
-        federation.needsCharger = true
-        try await wait { controller.state == .paused(.user) }
-        federation.leave()
-        await part.value
+        try SuperLink.ask(host, question(steps: 1_000_000))
+        try await inFederation {
+            try await until { controller.state == .training }
+            SuperLink.with(host) { $0.faults["send-node-heartbeat"] = Array(repeating: (0, ""), count: 100) }
+            try await until { federation.unreachable != nil }
+            #expect(federation.status == federation.unreachable && federation.state == .training(round: "1"))
+            monitor.battery = Battery(level: 0.9, isCharging: false)
+            try await until { controller.state == .paused(.user) }
+            monitor.battery = Battery(level: 0.9, isCharging: true)
+            try await until { controller.state == .training }
+
+            SuperLink.with(host) { $0.faults = [:] }
+            try await until { federation.unreachable == nil }
+            #expect(federation.status == "Training in round 1")
+            monitor.battery = Battery(level: 0.9, isCharging: false)
+            try await until { controller.state == .paused(.user) }
+            federation.needsCharger = false
+            try await until { controller.state == .training }
+            federation.needsCharger = true
+            try await until { controller.state == .paused(.user) }
+        }
     }
 
     @Test func aRoundThatIsOverIsNotTrained() async throws {
-        let model = try await model()
-        try SuperLink.ask(host, question(model), age: 601)
-        #expect(try await round(model).problem?.english.contains("no longer waits") == true)
+        try await prepare()
+        try SuperLink.ask(host, question(), age: 601)
+        #expect(try await round().problem?.english.contains("no longer waits") == true)
         #expect(try SuperLink.answered(host).reason == "The node could not do it.")
         #expect(model.controller.state == .idle)
     }
 
     @Test func whatNoRunHasIsRefusedInASentence() async throws {
-        let model = try await model()
+        try await prepare()
         let bundle = try #require(model.form.bundle).url
-        let asked = try question(model)
+        let asked = try question()
         func run(_ change: (inout FlowerRecords) -> Void) throws -> FederatedRun {
             var records = asked
             change(&records)
             let folder = documents.appendingPathComponent(UUID().uuidString)
-            let question = SuperNode.Question(
-                id: "", node: 1, type: "train", run: 1, group: "1", created: .now, records: records, folder: folder)
-            return try FederatedRun(question, bundle: bundle)
+            return try FederatedRun(SuperLink.question(records, in: folder), bundle: bundle)
         }
         #expect(try run { _ in }.settings.firstStep == 0)
         #expect(try run { $0.configs["config"]?["server-round"] = .int(3) }.settings.firstStep == 4)
         let bad: [(String, [FlowerValue])] = [
-            (
-                "server-round",
-                [.int(0), .int(.max), .int(.min), .double(1e300), .double(-.infinity), .double(.nan), .unsigned(.max)]
-            ),
+            ("server-round", [.int(0), .int(.max), .int(.min), .double(1e300), .double(-.infinity), .double(.nan)]),
+            ("server-round", [.unsigned(.max)]),
             ("steps", [.int(.max), .int(.min), .int(-1), .double(.nan)]),
             ("learning_rate", [.double(.nan), .double(.infinity), .double(1e300)]),
             ("proximal-mu", [.double(.nan), .double(1e300)]),
@@ -216,15 +188,13 @@ import Testing
 
     /// The server sets the number of sequences in a step. Their tokens also count toward the node's memory limit.
     @Test func aNodesLimitHoldsForTheServersSequences() async throws {
-        let model = try await model()
+        try await prepare()
         let bundle = try #require(model.form.bundle)
         let manifest = try #require(bundle.manifest)
-        var records = try question(model)
+        var records = try question()
         records.configs["config"]?["batch_size"] = .int(256)
         records.configs["config"]?["grad_accumulation_steps"] = .int(256)
-        let question = SuperNode.Question(
-            id: "", node: 1, type: "train", run: 1, group: "1", created: .now, records: records,
-            folder: documents.appendingPathComponent("question"))
+        let question = SuperLink.question(records, in: documents.appendingPathComponent("question"))
         var settings = try FederatedRun(question, bundle: bundle.url, memoryLimit: 25_000_000).settings
         #expect(settings.memoryLimitMb == 25)
         let error = #expect(throws: MeSPError.self) { try Planner(manifest, settings, systemLimit: nil).plan() }
@@ -246,49 +216,37 @@ import Testing
     }
 
     @Test func saysWhyARoundWasNotAnswered() async throws {
-        let model = try await model()
-        var asked = try question(model)
+        try await prepare()
+        var asked = try question()
         asked.configs["config"]?["model"] = .text("another/model")
         try SuperLink.ask(host, asked)
-        #expect(try await round(model).problem?.english.contains("the round is for another model") == true)
+        #expect(try await round().problem?.english.contains("the round is for another model") == true)
         #expect(try SuperLink.answered(host).reason == "The node could not do it.")
     }
 
     @Test func saysWhyAMessageWasPassedOver() async throws {
-        let model = try await model()
+        try await prepare()
         SuperLink.with(host) { $0.faults["pull-messages"] = [(200, "\u{12}\u{0}\u{1A}\u{0}")] }
-        let part = Task { await model.joinFederation() }
-        func wait(until isSo: () -> Bool) async throws {
-            while !isSo() {
-                try #require(model.problem == nil)
-                try await Task.sleep(for: .milliseconds(5))
-            }
+        try await inFederation {
+            try await until { model.federation.passedOver != nil }
+            #expect(model.federation.passedOver?.english.contains("object tree") == true)
+            #expect(model.federation.state == .waiting && model.federation.rounds.isEmpty)
+            try SuperLink.ask(host, question())
+            try await until { model.federation.rounds.first?.bytesUp != nil }
+            #expect(model.federation.passedOver == nil)
         }
-        try await wait { model.federation.passedOver != nil }
-        #expect(model.federation.passedOver?.english.contains("object tree") == true)
-        #expect(model.federation.state == .waiting && model.federation.rounds.isEmpty)
-        try SuperLink.ask(host, question(model))
-        try await wait { model.federation.rounds.first?.bytesUp != nil }
-        #expect(model.federation.passedOver == nil)
-        model.federation.leave()
-        await part.value
     }
 
     @Test func isLeftAtOnceWhileTheServerKeepsItBusy() async throws {
-        let model = try await model()
-        try SuperLink.ask(host, question(model))
+        try await prepare()
+        try SuperLink.ask(host, question())
         SuperLink.with(host) { $0.faults["pull-object"] = Array(repeating: (SuperLink.never, ""), count: 100) }
-        let part = Task { await model.joinFederation() }
-        while SuperLink.with(host, { !$0.calls.contains("pull-object") }) {
-            try await Task.sleep(for: .milliseconds(5))
-        }
-        model.federation.leave()
-        await part.value
+        try await inFederation { try await until { SuperLink.with(host) { $0.calls.contains("pull-object") } } }
         #expect(model.problem == nil && !model.federation.isOn)
     }
 
     @Test func anAddressThatIsNoneIsRefused() async throws {
-        let model = try await model()
+        try await prepare()
         for address in ["", "phone", "ftp://here", "http://links.example.org:8000"] {
             (model.federation.address, model.problem) = (address, nil)
             await model.joinFederation()

@@ -4,12 +4,7 @@ import Testing
 @testable import MeSPAppModel
 @testable import MeSPCore
 
-@Suite(.serialized) @MainActor final class FirstRunTests {
-    private let app: TestApp
-    private var model: AppModel { app.model }
-
-    init() throws { app = try TestApp() }
-
+@Suite(.serialized) @MainActor final class FirstRunTests: AppSuite {
     @Test func nothingIsWrongBeforeTheAppHasLooked() async throws {
         #expect(!model.library.hasLooked && model.startProblem == nil && !model.canStart)
         await model.refresh()
@@ -20,12 +15,12 @@ import Testing
     }
 
     @Test func whyItCannotStartIsSaid() async throws {
-        try await app.importTied()
+        try await importTied()
         #expect(model.startProblem == nil && model.canStart)
         model.form[text: .steps] = "many"
         #expect(model.startProblem == "Steps: many is not a valid number.")
         model.form[text: .steps] = "1000000"
-        let monitor = app.monitor
+
         monitor.availableMemory = 1
         #expect(model.startProblem?.english.contains("the phone would give 0 MB") == true && !model.canStart)
         monitor.availableMemory = nil
@@ -33,13 +28,12 @@ import Testing
         #expect(model.startProblem == "The model is in use; wait until that has ended, or stop it.")
         while model.controller.log.steps.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
         #expect(model.progress?.timeWords != nil, "the time left is that of the log's steps")
-        model.controller.stop()
-        try await app.ended()
+        try await stop()
     }
 
     @Test func theLessonIsOfTheText() async throws {
         #expect(model.form.lesson == nil)
-        try await app.importTied()
+        try await importTied()
         let form = model.form
         #expect(form.lesson == "bundle learns the text in its bundle.")
         form.textKind = .file
@@ -55,26 +49,21 @@ import Testing
     }
 
     @Test func goingOnWithARunShowsIt() async throws {
-        try await app.importTied()
-        (model.form.settings.steps, model.form.settings.saveEvery) = (1_000_000, 1)
+        try await importTied(steps: 1_000_000)
+        model.form.settings.saveEvery = 1
         await model.startTraining()
         while model.controller.log.steps.count < 2 { try await Task.sleep(for: .milliseconds(2)) }
-        model.controller.stop()
-        try await app.ended()
+        try await stop()
         #expect(model.shownRun?.status == .stopped)
         (model.tab, model.showsSetup) = (.runs, true)
         await model.resume(try #require(model.library.runs.first))
         #expect(model.tab == .train && !model.showsSetup && model.controller.isRunning && model.shownRun == nil)
-        model.controller.stop()
-        try await app.ended()
+        try await stop()
     }
 
     @Test func aConversationIsDeletedOnlyWhenThePersonConfirmsIt() async throws {
-        try await app.importTied()
-        var request = SideBySideChat.Request()
-        (request.prompt, request.isChat, request.maxTokens) = ("Hello", true, 2)
-        await model.write(request)
-        try await app.ended()
+        try await importTied()
+        try await write(.init("Hello", maxTokens: 2, isChat: true))
         let turn = try #require(model.chat.turns.first)
         #expect(model.chat.bundleName == "bundle" && model.chat.tunedName(of: turn) == nil)
         model.askToDelete(.conversation)

@@ -1,5 +1,4 @@
 import Foundation
-import MeSPSentences
 import Testing
 
 @testable import MeSPAppModel
@@ -8,22 +7,18 @@ import Testing
 @testable import MeSPFiles
 @testable import MeSPImport
 
-@Suite(.serialized) @MainActor final class ImportModelTests {
-    private let documents = temporaryFolder()
-    private let place = temporaryFolder()
+@Suite(.serialized) @MainActor final class ImportModelTests: AppSuite {
     private let files = FileManager.default
-    private var source: URL { place.appendingPathComponent("tiny-4bit") }
+    private let source = temporaryFolder().appendingPathComponent("tiny-4bit")
 
-    init() throws {
-        try files.createDirectory(at: documents, withIntermediateDirectories: true)
+    override init() throws {
+        try super.init()
         try TinyModel.write(to: source)
     }
 
-    deinit { for folder in [documents, place] { try? FileManager.default.removeItem(at: folder) } }
-
-    private func model(freeBytes: Int? = nil) -> AppModel {
+    private func makeModel(freeBytes: Int?) -> AppModel {
         AppModel(
-            monitor: TestMonitor(), folder: DocumentsFolder(documents: documents, freeBytes: { _ in freeBytes })
+            monitor: monitor, folder: DocumentsFolder(documents: documents, freeBytes: { _ in freeBytes })
         ) { _ in ByteTokenizer() }
     }
 
@@ -43,12 +38,12 @@ import Testing
             await model.importBundle(at: url ?? source)
             hasEnded = true
         }
-        while !model.asksToImport && !hasEnded { try await Task.sleep(for: .milliseconds(1)) }
+        try await wait { model.asksToImport || hasEnded }
         return work
     }
 
     @Test func aModelIsRewrittenWhenThePersonHasConfirmedItsSize() async throws {
-        let (model, original) = (model(), try digests())
+        let original = try digests()
         let work = try await begin(model)
         let opened = try ModelImport(model: source)
         #expect(
@@ -69,7 +64,6 @@ import Testing
     }
 
     @Test func aModelThatIsNotWantedIsNotRewritten() async throws {
-        let model = model()
         let work = try await begin(model)
         model.asksToImport = false
         #expect(model.asksToImport, "only an answer ends the question")
@@ -85,7 +79,6 @@ import Testing
     @Test func aModelInTheAppsOwnFolderIsRewrittenToo() async throws {
         let inside = documents.appendingPathComponent("tiny-4bit")
         try files.moveItem(at: source, to: inside)
-        let model = model()
         let work = try await begin(model, at: inside)
         model.answerImport(true)
         await work.value
@@ -95,14 +88,14 @@ import Testing
 
     @Test func withoutRoomNothingIsAsked() async throws {
         let size = try ModelImport(model: source).size
-        let small = model(freeBytes: size + DocumentsFolder.spareBytes - 1)
+        let small = makeModel(freeBytes: size + DocumentsFolder.spareBytes - 1)
         let work = try await begin(small)
         #expect(!small.asksToImport)
         small.answerImport(false)
         await work.value
         #expect(small.problem?.english.hasPrefix("tiny-4bit takes \(size.megabytes(.up)), and the phone has ") == true)
         #expect(try contents() == [])
-        let large = model(freeBytes: size + DocumentsFolder.spareBytes)
+        let large = makeModel(freeBytes: size + DocumentsFolder.spareBytes)
         let other = try await begin(large)
         #expect(large.asksToImport)
         large.answerImport(false)
@@ -111,8 +104,7 @@ import Testing
 
     @Test func aFolderThatIsNoModelSaysWhy() async throws {
         let config = source.appendingPathComponent("config.json")
-        let model = model()
-        try Data("{}".utf8).write(to: config)
+        try config.write("{}")
         let sentence = message { _ = try ModelImport(model: source) }
         await model.importBundle(at: source)
         #expect(!sentence.isEmpty && model.problem?.english == sentence)
@@ -143,12 +135,11 @@ import Testing
     @Test func whatAnEndedImportLeftIsDeletedAtTheNextStart() async throws {
         let folder = DocumentsFolder(documents: documents)
         for name in [".importing-ended", ".importing-\(folder.launch)-begun", ".downloading-a--b"] {
-            let inside = documents.appendingPathComponent(name).appendingPathComponent("a.mesp")
-            try files.createDirectory(at: inside, withIntermediateDirectories: true)
+            try documents.appendingPathComponent(name).appendingPathComponent("a.mesp").makeFolder()
         }
-        await AppModel(monitor: TestMonitor(), folder: folder) { _ in ByteTokenizer() }.refresh()
+        await AppModel(monitor: monitor, folder: folder) { _ in ByteTokenizer() }.refresh()
         #expect(try contents().sorted() == [".downloading-a--b", ".importing-\(folder.launch)-begun"])
-        await model().refresh()
+        await makeModel(freeBytes: nil).refresh()
         #expect(try contents() == [".downloading-a--b"])
     }
 

@@ -5,10 +5,7 @@ import Testing
 @testable import MeSPControl
 @testable import MeSPCore
 
-@Suite(.serialized) @MainActor final class LibraryTests {
-    private let documents = temporaryFolder()
-    deinit { try? FileManager.default.removeItem(at: documents) }
-
+@Suite(.serialized) @MainActor final class LibraryTests: AppSuite {
     private var hasRun = false
 
     private func isFree(while work: () async -> Void) async -> Bool {
@@ -29,9 +26,7 @@ import Testing
     }
 
     @Test func aListThatCannotBeReadDoesNotHideTheOther() async throws {
-        let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
-        try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
-        try FileManager.default.copyItem(at: fixture, to: documents.appendingPathComponent("bundle.mesp"))
+        try tiedBundle().copy(to: documents.appendingPathComponent("bundle.mesp"))
         func model(without broken: String) -> AppModel {
             let folder = DocumentsFolder(
                 documents: documents,
@@ -39,10 +34,9 @@ import Testing
                     if url.lastPathComponent == broken { throw CocoaError(.fileReadUnknown) }
                     return try FileManager.default.contentsOfDirectory(at: url, includingPropertiesForKeys: nil)
                 })
-            return AppModel(monitor: TestMonitor(), folder: folder) { _ in ByteTokenizer() }
+            return AppModel(monitor: monitor, folder: folder) { _ in ByteTokenizer() }
         }
-        let run = documents.appendingPathComponent("runs/run")
-        try FileManager.default.createDirectory(at: run, withIntermediateDirectories: true)
+        try documents.appendingPathComponent("runs/run").makeFolder()
         let bundles = model(without: "runs")
         await bundles.refresh()
         #expect(bundles.problem?.english.hasPrefix("runs cannot be read") == true)
@@ -54,25 +48,18 @@ import Testing
     }
 
     @Test func twentyLongRunsOpenWithoutAHitch() async throws {
-        let (files, folder) = (FileManager.default, DocumentsFolder(documents: documents))
-        let first = folder.runsFolder.appendingPathComponent("run 0")
+        let runs = model.library.folder.runsFolder
+        let first = runs.appendingPathComponent("run 0")
         var settings = try RunSettings.ofATest(first)
         settings.steps = 1
         try Run.run(settings)
         let log = first.appendingPathComponent("metrics.jsonl")
-        var lines = String(decoding: try Data(contentsOf: log), as: UTF8.self).split(separator: "\n")
+        var lines = try log.readText().split(separator: "\n")
         let place = try #require(lines.firstIndex { $0.contains("\"type\":\"step\"") })
-        lines.insert(
-            contentsOf: (2...10_000).map { lines[place].replacing("\"step\":1,", with: "\"step\":\($0),") }.map {
-                $0[...]
-            },
-            at: place + 1)
-        try Data((lines.joined(separator: "\n") + "\n").utf8).write(to: log)
-        for number in 1..<20 {
-            try files.copyItem(at: first, to: folder.runsFolder.appendingPathComponent("run \(number)"))
-        }
-
-        let model = AppModel(monitor: TestMonitor(), folder: folder) { _ in ByteTokenizer() }
+        let steps = (2...10_000).map { lines[place].replacing("\"step\":1,", with: "\"step\":\($0),")[...] }
+        lines.insert(contentsOf: steps, at: place + 1)
+        try log.write(lines.joined(separator: "\n") + "\n")
+        for number in 1..<20 { try first.copy(to: runs.appendingPathComponent("run \(number)")) }
         let before = try readBytes
         #expect(await isFree { await model.refresh() })
         let whole = try Data(contentsOf: log).count

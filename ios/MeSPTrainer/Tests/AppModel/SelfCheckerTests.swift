@@ -7,26 +7,9 @@ import Testing
 @testable import MeSPFiles
 @testable import MeSPSelfCheck
 
-@Suite(.serialized) @MainActor final class SelfCheckerTests {
-    private let documents = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-    private let monitor = TestMonitor()
-    private lazy var model = AppModel(monitor: monitor, folder: DocumentsFolder(documents: documents)) { _ in
-        ByteTokenizer()
-    }
-
-    init() throws { try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true) }
-    deinit { try? FileManager.default.removeItem(at: documents) }
-
-    private var bundle: String {
-        get throws { try #require(Fixture.tied).appendingPathComponent("bundle.mesp").path }
-    }
-
-    private func ended() async throws {
-        while model.selfChecker.isRunning { try await Task.sleep(for: .milliseconds(5)) }
-    }
-
+@Suite(.serialized) @MainActor final class SelfCheckerTests: AppSuite {
     private func quick() throws -> SelfCheck.Settings {
-        var settings = SelfCheck.Settings(bundle: try bundle)
+        var settings = SelfCheck.Settings(bundle: try tiedBundle().path)
         (settings.repeats, settings.seconds) = (2, 0.01)
         return settings
     }
@@ -46,7 +29,7 @@ import Testing
 
     @Test func plansCountWhatWasMeasuredOfMetal() async throws {
         defer { MetalMemory[.cpu] = nil }
-        let manifest = try ModelBundle(url: URL(fileURLWithPath: try bundle)).manifest
+        let manifest = try ModelBundle(url: tiedBundle()).manifest
         func counted() async -> Int? {
             MetalMemory[.cpu] = nil
             await model.refresh()
@@ -55,7 +38,7 @@ import Testing
             }
         }
         let folder = model.library.folder.selfChecksFolder
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        try folder.makeFolder()
         func write(_ name: String, _ bytes: Double, host: String = LogRecord.Start.host, age: Double) throws {
             let json = """
                 {"start": {"version": "1", "mlx_version": "\(MLXSupport.version)", "host": "\(host)", "bundle": "b",
@@ -65,7 +48,7 @@ import Testing
                    "measured": [{"name": "after the first step", "value": \(bytes), "unit": "bytes"}]}]}
                 """
             let file = folder.appendingPathComponent(name)
-            try Data(json.utf8).write(to: file)
+            try file.write(json)
             try FileManager.default.setAttributes(
                 [.modificationDate: Date(timeIntervalSinceNow: -age)], ofItemAtPath: file.path)
         }
@@ -74,20 +57,20 @@ import Testing
         try write("a.json", 9_000_000, age: 10)
         try write("c.json", 5_000_000, host: "another machine", age: 0)
         try write("d.json", -1, age: 0)
-        try Data("{".utf8).write(to: folder.appendingPathComponent("e.json"))
+        try folder.appendingPathComponent("e.json").write("{")
         #expect(await counted() == 9_000_000)
         #expect(Planner(manifest, RunSettings(bundle: "", output: "")).metalBytes == nil, "Linux has no Metal")
     }
 
     @Test func theLaunchArgumentStartsItAndStoppingKeepsWhatThereIs() async throws {
-        await model.importBundle(at: URL(fileURLWithPath: try bundle).resolvingSymlinksInPath())
+        try await importTied()
         model.begin(arguments: ["MeSPTrainer"])
         #expect(!model.selfChecker.isRunning)
         model.begin(arguments: ["MeSPTrainer", "--self-check", "other.mesp"])
         #expect(model.problem == "There is no usable bundle other.mesp." && !model.selfChecker.isRunning)
         model.begin(arguments: ["MeSPTrainer", "--self-check", "bundle.mesp"])
         #expect(model.selfChecker.isRunning)
-        while (model.selfChecker.report?.checks.count ?? 0) < 2 { try await Task.sleep(for: .milliseconds(5)) }
+        try await wait { model.selfChecker.report?.checks.count ?? 0 >= 2 }
         #expect(model.selfChecker.current != nil)
         model.selfChecker.stop()
         try await ended()

@@ -10,40 +10,35 @@ import Testing
 
 @Suite(.serialized) @MainActor final class SideBySideChatTests {
     private let monitor = TestMonitor()
-    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private let folder = newFolder()
     private lazy var chat = SideBySideChat(monitor: monitor)
-    deinit { try? FileManager.default.removeItem(at: folder) }
 
-    private func bundle() throws -> URL { try #require(Fixture.tied).appendingPathComponent("bundle.mesp") }
+    private func request(_ tokens: Int) -> SideBySideChat.Request { .init("The quick", maxTokens: tokens) }
 
-    private func request(_ tokens: Int) -> SideBySideChat.Request {
-        var request = SideBySideChat.Request()
-        (request.prompt, request.maxTokens) = ("The quick", tokens)
-        return request
-    }
-
-    private struct Numbers: TextTokenizer {
-        var bytes = ByteTokenizer()
-        var beginOfText: Int? { bytes.beginOfText }
+    /// A tokenizer that decodes tokens to their numbers.
+    private struct Numbers: WrappedTokenizer {
+        var wrapped: any TextTokenizer = ByteTokenizer()
         let endOfText: Int? = nil
         let hasChatTemplate = false
-        func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
-            bytes.encode(text, addsSpecialTokens: addsSpecialTokens)
-        }
+
         func decode(_ tokens: [Int]) -> String { tokens.map(String.init).joined(separator: " ") }
         func isSpecial(_ token: Int) -> Bool { false }
-        func applyChatTemplate(
-            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
-            options: [String: any Sendable]
-        ) -> [Int] { [] }
     }
 
     private func written() async throws {
         while chat.writing != nil { try await Task.sleep(for: .milliseconds(2)) }
     }
 
+    private func write(
+        _ request: SideBySideChat.Request, bundle: URL? = nil, adapters: [WeightedAdapters] = [],
+        _ tokenizer: any TextTokenizer = Numbers()
+    ) async throws {
+        chat.start(request, bundle: try bundle ?? tiedBundle(), adapters: adapters, tokenizer: tokenizer)
+        try await written()
+    }
+
     private func train(in output: URL, seed: UInt64 = 0) throws -> URL {
-        var settings = RunSettings(bundle: try bundle().path, output: output.path)
+        var settings = RunSettings(bundle: try tiedBundle().path, output: output.path)
         (settings.optimizer, settings.learningRate, settings.seed) = (.sgd, 1, seed)
         (settings.seqLen, settings.steps, settings.valBatches) = (32, 3, 0)
         try Run.run(settings)
@@ -52,7 +47,7 @@ import Testing
 
     @Test func bothModelsWrite() async throws {
         let adapters = WeightedAdapters(try train(in: folder))
-        chat.start(request(6), bundle: try bundle(), adapters: [adapters], tokenizer: Numbers())
+        chat.start(request(6), bundle: try tiedBundle(), adapters: [adapters], tokenizer: Numbers())
         #expect(chat.writing == .base)
         try await written()
         #expect(chat.problem == nil)
@@ -61,18 +56,14 @@ import Testing
         #expect(chat.base.text != chat.tuned.text, "training changed nothing")
     }
 
-    private final class Asked: TextTokenizer, @unchecked Sendable {
-        let beginOfText: Int? = nil
-        let endOfText: Int? = nil
+    private final class Asked: WrappedTokenizer, @unchecked Sendable {
+        let wrapped: any TextTokenizer = Numbers()
         let hasChatTemplate = true
         private let lock = NSLock()
         private var all = [[Said]]()
         var conversations: [[Said]] {
             lock.withLock { all.filter { !($0.first?.content.hasPrefix("Mk0") ?? false) } }
         }
-        func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] { text.utf8.map { Int($0) } }
-        func decode(_ tokens: [Int]) -> String { tokens.map(String.init).joined(separator: " ") }
-        func isSpecial(_ token: Int) -> Bool { false }
         func applyChatTemplate(
             messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
             options: [String: any Sendable]
@@ -85,29 +76,22 @@ import Testing
     }
 
     private func message(_ text: String) -> SideBySideChat.Request {
-        var request = request(4)
-        (request.prompt, request.isChat, request.system) = (text, true, "Be brief.")
-        return request
+        .init(text, maxTokens: 4, isChat: true, system: "Be brief.")
     }
 
     @Test func aConversationKeepsItsTurnsOnEachSide() async throws {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let documents = DocumentsFolder(documents: folder)
         chat = SideBySideChat(monitor: monitor, folder: documents)
         let adapters = [WeightedAdapters(try train(in: folder.appendingPathComponent("runs/run")))]
         let asked = Asked()
         func say(_ text: String) async throws {
-            chat.start(message(text), bundle: try bundle(), adapters: adapters, tokenizer: asked)
-            try await written()
+            try await write(message(text), adapters: adapters, asked)
         }
         try await say("One")
         try await say("Two")
         let first = try #require(chat.turns.first)
         func conversation(_ answer: String) -> [Said] {
-            [
-                .init(role: "system", content: "Be brief."), .init(role: "user", content: "One"),
-                .init(role: "assistant", content: answer), .init(role: "user", content: "Two"),
-            ]
+            said(("system", "Be brief."), ("user", "One"), ("assistant", answer), ("user", "Two"))
         }
         #expect(chat.turns.map(\.prompt) == ["One", "Two"])
         #expect(asked.conversations.count == 4 && asked.conversations[0].count == 2)
@@ -124,8 +108,7 @@ import Testing
         try await say("Three")
         #expect(chat.turns.count == 3 && asked.conversations.last?.count == 6)
 
-        chat.start(message("Four"), bundle: try bundle(), adapters: [], tokenizer: asked)
-        try await written()
+        try await write(message("Four"), asked)
         #expect(chat.turns.map(\.prompt) == ["Four"])
         chat.clear()
         #expect(try chat.turns.isEmpty && documents.readChat() == nil)
@@ -134,11 +117,10 @@ import Testing
     /// Each answer equals the answer of a new chat with the whole conversation. The first chat cannot open the bundle again after its first turn,
     /// because the manifest is moved away.
     @Test func aConversationGoesOnWithOtherStrengths() async throws {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let documents = DocumentsFolder(documents: folder)
         chat = SideBySideChat(monitor: monitor, folder: documents)
         let (copy, away) = (folder.appendingPathComponent("copy.mesp"), folder.appendingPathComponent("away"))
-        try FileManager.default.copyItem(at: try bundle().resolvingSymlinksInPath(), to: copy)
+        try tiedBundle().copy(to: copy)
         let folders = try ["a", "b"].map { name in
             try train(in: folder.appendingPathComponent("runs/\(name)"), seed: name == "a" ? 1 : 2)
         }
@@ -146,8 +128,7 @@ import Testing
             let adapters = zip(folders, strengths).map { WeightedAdapters($0, weight: $1) }
             var asked = message(text)
             asked.maxTokens = 16
-            chat.start(asked, bundle: copy, adapters: adapters, tokenizer: Asked())
-            try await written()
+            try await write(asked, bundle: copy, adapters: adapters, Asked())
             #expect(chat.problem == nil)
             return try #require(chat.turns.last)
         }
@@ -174,8 +155,7 @@ import Testing
     }
 
     @Test func aConversationThatCannotBeReadIsNotReplaced() async throws {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        let locked = Flag()
+        let locked = Locked(false)
         let documents = DocumentsFolder(
             documents: folder,
             read: { url in
@@ -184,18 +164,17 @@ import Testing
             })
         chat = SideBySideChat(monitor: monitor, folder: documents)
         func say(_ text: String) async throws {
-            chat.start(message(text), bundle: try bundle(), adapters: [], tokenizer: ByteTokenizer())
-            try await written()
+            try await write(message(text), ByteTokenizer())
         }
         try await say("One")
         let kept = try #require(try documents.readChat())
 
-        locked.value = true
+        locked.change { $0 = true }
         chat = SideBySideChat(monitor: monitor, folder: documents)
         #expect(chat.turns.isEmpty)
         try await say("Two")
         #expect(chat.problem?.english.contains("unlock it") == true && chat.turns.isEmpty)
-        locked.value = false
+        locked.change { $0 = false }
         #expect(try documents.readChat() == kept)
 
         monitor.tell(.change)
@@ -207,19 +186,15 @@ import Testing
     @Test func aConversationThatIsDamagedIsNotSaidToBeLocked() throws {
         let error = CocoaError(.fileReadCorruptFile)
         chat = SideBySideChat(monitor: monitor, folder: DocumentsFolder(documents: folder, read: { _ in throw error }))
-        chat.start(message("One"), bundle: try bundle(), adapters: [], tokenizer: ByteTokenizer())
+        chat.start(message("One"), bundle: try tiedBundle(), adapters: [], tokenizer: ByteTokenizer())
         #expect(chat.problem?.english == error.localizedDescription && chat.turns.isEmpty)
     }
 
-    private final class Flag: @unchecked Sendable { var value = false }
-
     @Test func aConversationIsReadOnce() async throws {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let documents = DocumentsFolder(documents: folder)
         chat = SideBySideChat(monitor: monitor, folder: documents)
         func say(_ text: String) async throws -> String {
-            chat.start(message(text), bundle: try bundle(), adapters: [], tokenizer: ByteTokenizer())
-            try await written()
+            try await write(message(text), ByteTokenizer())
             return chat.base.text
         }
         #expect(chat.bytesRead == 0)
@@ -240,25 +215,22 @@ import Testing
         #expect(chat.bytesRead > 0)
         chat.clear()
         #expect(chat.bytesRead == 0)
-        chat.start(request(2), bundle: try bundle(), adapters: [], tokenizer: Numbers())
-        try await written()
+        try await write(request(2))
         #expect(chat.bytesRead == 0, "what is written on from is no conversation")
     }
 
     @Test func everyEndTokenThatTheModelNamesEndsTheText() async throws {
-        chat.start(request(8), bundle: try bundle(), adapters: [], tokenizer: Numbers())
-        try await written()
+        try await write(request(8))
         let tokens = chat.base.text.split(separator: " ").compactMap { Int($0) }
         let copy = folder.appendingPathComponent("copy.mesp")
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        try FileManager.default.copyItem(at: try bundle().resolvingSymlinksInPath(), to: copy)
+
+        try tiedBundle().copy(to: copy)
         func config(_ name: String, _ json: String) throws {
-            try Data(json.utf8).write(to: copy.appendingPathComponent(name))
+            try copy.appendingPathComponent(name).write(json)
         }
         try config("generation_config.json", "{\"eos_token_id\": [100000, \(tokens[3])]}")
         #expect(endTokens(of: copy, Numbers()) == [100000, tokens[3], 0], "the last is the manifest's")
-        chat.start(request(8), bundle: copy, adapters: [], tokenizer: Numbers())
-        try await written()
+        try await write(request(8), bundle: copy)
         #expect(chat.base.summary?.reason == .stop)
         #expect(chat.base.summary?.tokens == tokens.firstIndex(of: tokens[3]))
 
@@ -272,19 +244,16 @@ import Testing
     /// The config.json of a base model may name an end token other than the chat template's.
     @Test func whatTrainingEndsWithEndsTheText() throws {
         let copy = folder.appendingPathComponent("copy.mesp")
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        try FileManager.default.copyItem(at: try bundle().resolvingSymlinksInPath(), to: copy)
+
+        try tiedBundle().copy(to: copy)
         try? FileManager.default.removeItem(at: copy.appendingPathComponent("generation_config.json"))
-        try Data("{\"eos_token_id\": 3}".utf8).write(to: copy.appendingPathComponent("config.json"))
+        try copy.appendingPathComponent("config.json").write("{\"eos_token_id\": 3}")
         let (text, message) = (TemplateTokenizer.id("<|endoftext|>"), TemplateTokenizer.id("<|im_end|>"))
         let tokenizer = TemplateTokenizer(template: TemplateTokenizer.chatML)
         #expect(endTokens(of: copy, tokenizer) == [3, 0, message, text], "0 is the manifest's")
         #expect(endTokens(of: copy, TemplateTokenizer(template: TemplateTokenizer.endless)) == [3, 0, text])
 
-        let manifest = copy.appendingPathComponent("manifest.json")
-        var json = try #require(try JSONSerialization.jsonObject(with: Data(contentsOf: manifest)) as? [String: Any])
-        json["end_tokens"] = [5, 3]
-        try JSONSerialization.data(withJSONObject: json).write(to: manifest)
+        try copy.appendingPathComponent("manifest.json").changeJSON { $0["end_tokens"] = [5, 3] }
         #expect(endTokens(of: copy, tokenizer) == [3, 5, message, text])
     }
 
@@ -292,14 +261,9 @@ import Testing
         let expected = try CommandIDs()
         var texts = Set<String>()
         for ids in expected.tokenizers {
-            let tokenizer = Numbers(bytes: ids.tokenizer)
-            var asked = request(24)
-            asked.prompt = expected.words
-            chat.start(asked, bundle: try bundle(), adapters: [], tokenizer: tokenizer)
-            try await written()
-            var (request, tokens) = (Generator.Request(prompt: ids.prompt), [Int]())
-            request.maxTokens = 24
-            try Generator(ModelBundle(url: try bundle())).generate(request) { tokens.append($0) }
+            let tokenizer = Numbers(wrapped: ids.tokenizer)
+            try await write(.init(expected.words, maxTokens: 24), tokenizer)
+            let tokens = try Generator(ModelBundle(url: tiedBundle())).text(ids.prompt, maxTokens: 24)
             #expect(chat.base.text == tokenizer.decode(tokens))
             texts.insert(chat.base.text)
         }
@@ -307,21 +271,12 @@ import Testing
     }
 
     @Test func withoutAdaptersOnlyTheBaseModelWrites() async throws {
-        chat.start(request(3), bundle: try bundle(), adapters: [], tokenizer: Numbers())
-        try await written()
+        try await write(request(3))
         #expect(chat.base.summary?.reason == .length && chat.tuned.summary == nil)
     }
 
-    @Test func stopsBoth() async throws {
-        chat.start(request(1_000_000), bundle: try bundle(), adapters: [], tokenizer: Numbers())
-        while chat.base.text.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
-        chat.stop()
-        try await written()
-        #expect(chat.base.summary?.reason == .stopped)
-    }
-
-    @Test func waitsWhileTheAppIsNotInFront() async throws {
-        chat.start(request(1_000_000), bundle: try bundle(), adapters: [], tokenizer: Numbers())
+    @Test func waitsWhileTheAppIsNotInFrontAndStops() async throws {
+        chat.start(request(1_000_000), bundle: try tiedBundle(), adapters: [], tokenizer: Numbers())
         while chat.base.text.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
         monitor.scene = .background
         var text = ""
@@ -333,11 +288,11 @@ import Testing
         while chat.base.text == text { try await Task.sleep(for: .milliseconds(2)) }
         chat.stop()
         try await written()
+        #expect(chat.base.summary?.reason == .stopped)
     }
 
     @Test func aBundleThatIsGoneGivesASentence() async throws {
-        chat.start(request(1), bundle: URL(fileURLWithPath: "/nowhere"), adapters: [], tokenizer: Numbers())
-        try await written()
+        try await write(request(1), bundle: URL(fileURLWithPath: "/nowhere"))
         #expect(chat.problem?.english.hasPrefix("/nowhere is not a bundle") == true)
     }
 }

@@ -7,18 +7,13 @@ import Testing
 @testable import MeSPControl
 @testable import MeSPCore
 
-@Suite(.serialized) @MainActor final class TrainingFormTests {
-    private let app: TestApp
-    private var model: AppModel { app.model }
+@Suite(.serialized) @MainActor final class TrainingFormTests: AppSuite {
     private var form: TrainingForm { model.form }
 
-    init() throws { app = try TestApp() }
-
     @Test(arguments: [true, false]) func keepsWhatTheModelKnows(_ isAsked: Bool) async throws {
-        try await app.importTied()
+        try await importTied()
         (form.settings.valBatches, form.settings.steps, form.keepsKnowledge) = (2, 2, isAsked)
-        await model.startTraining()
-        try await app.ended()
+        try await train()
         let log = try LogSummary(folder: #require(model.library.runs.first).url)
         #expect((log.strength != nil) == isAsked)
         #expect(log.start?.settings.maxForgetting == (isAsked ? 3 : nil))
@@ -26,26 +21,24 @@ import Testing
     }
 
     @Test func whatIsTypedCountsAtOnce() async throws {
-        try await app.importTied()
+        try await importTied()
         for text in ["", "2"] { form[text: .steps] = text }
         for text in ["0", "0.", "0.0", "0.01"] {
             form[text: .learningRate] = text
             #expect(form[text: .learningRate] == text, "it stays as it is typed")
         }
-        await model.startTraining()
-        try await app.ended()
+        try await train()
         let settings = try #require(model.library.runs.first?.log?.start?.settings)
         #expect(settings.steps == 2 && settings.learningRate == 0.01)
     }
 
     @Test func epochsSetTheSteps() async throws {
-        try await app.importTied()
+        try await importTied()
         form.countsEpochs = true
         form[text: .epochs] = "0"
         #expect(throws: MeSPError("Epochs must be above 0.")) { _ = try form.fit.get() }
         form[text: .epochs] = "0.1"
-        await model.startTraining()
-        try await app.ended()
+        try await train()
         let start = try #require(model.library.runs.first?.log?.start)
         let bundle = try ModelBundle(url: URL(fileURLWithPath: start.settings.bundle))
         let stream = try #require(try bundle.tokens("train"))
@@ -58,7 +51,7 @@ import Testing
     }
 
     @Test func whatIsNoNumberIsSaidAndCannotBeStarted() async throws {
-        try await app.importTied()
+        try await importTied()
         let steps = form.settings.steps
         for text in ["", "1o", "1.5", "1e400"] {
             form[text: .steps] = text
@@ -73,7 +66,7 @@ import Testing
     }
 
     @Test func theTextFollowsASettingThatChangesOtherwise() async throws {
-        try await app.importTied()
+        try await importTied()
         form.optimizer = .sgd
         #expect(form[text: .learningRate] == "0.1")
         form[text: .learningRate] = "0.100"
@@ -101,7 +94,7 @@ import Testing
     }
 
     @Test func moreSettings() async throws {
-        try await app.importTied()
+        try await importTied()
         #expect(form.projections.contains("q") && form[trains: "q"])
         for name in form.projections where name != "v" { form[trains: name] = false }
         #expect(form.settings.projections == ["v"])
@@ -118,8 +111,7 @@ import Testing
         form[text: .accumulation] = "2"
         (form[text: .warmup], form[text: .steps], form.settings.schedule) = ("1", "3", .cosine)
         #expect(form.startingRuns.isEmpty)
-        await model.startTraining()
-        try await app.ended()
+        try await train()
         let first = try #require(form.startingRuns.first)
         let settings = try #require(first.log?.start?.settings)
         #expect(settings.maxGradNorm == 0.5 && settings.gradAccumulationSteps == 2 && settings.schedule == .cosine)
@@ -128,8 +120,7 @@ import Testing
         form.settings.rank += 1
         #expect(form.settingsToStart.adapters == nil, "the rank is another")
         form.settings.rank -= 1
-        await model.startTraining()
-        try await app.ended()
+        try await train()
         #expect(model.problem == nil && model.controller.state == .finished(.finished))
         #expect(model.controller.settings?.adapters == first.adapters?.path)
     }

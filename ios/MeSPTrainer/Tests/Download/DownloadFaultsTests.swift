@@ -10,23 +10,22 @@
     @testable import MeSPDownload
 
     /// Tests downloads with a fault at a randomly chosen call that changes a file.
-    @Suite(.serialized) @MainActor final class DownloadFaultsTests {
+    @Suite(.serialized) @MainActor final class DownloadFaultsTests: AppSuite {
         private nonisolated static let environment = ProcessInfo.processInfo.environment
-        private let folder = temporaryFolder()
-        deinit { try? FileManager.default.removeItem(at: folder) }
+        private var folder: URL { documents }
 
         enum Kind: String, CaseIterable { case full, crash, power }
 
         @Test(arguments: Kind.allCases, [false, true])
         func aDownloadGoesOnFromWhicheverCallFailed(_ kind: Kind, isModel: Bool) async throws {
-            var source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+            var source = try tiedBundle()
             if isModel {
                 source = folder.appendingPathComponent("model")
                 try TinyModel.write(to: source)
             }
             let hub = try Hub(source)
             defer { _ = hub.end() }
-            try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+
             let library = folder.appendingPathComponent("faults.so")
             try compile(into: library)
             let count = folder.appendingPathComponent("count")
@@ -58,7 +57,6 @@
         func goesOnWithTheDownload() async throws {
             let hub = try #require(Self.environment["MESP_HUB"].flatMap { URL(string: $0) })
             let documents = try #require(Self.environment["MESP_DOWNLOAD_INTO"].map { URL(fileURLWithPath: $0) })
-            let monitor = TestMonitor()
             monitor.availableMemory = 1 << 40
             let model = AppModel(
                 monitor: monitor, folder: DocumentsFolder(documents: documents),
@@ -83,13 +81,14 @@
         private func download(
             _ hub: Hub, into documents: URL, _ library: URL, _ faults: [String: String] = [:]
         ) throws -> End {
-            try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
+            try documents.makeFolder()
             let said = folder.appendingPathComponent("said")
             let process = Process()
             process.executableURL = URL(fileURLWithPath: "/proc/self/exe").resolvingSymlinksInPath()
             process.arguments = ["--testing-library", "swift-testing", "--filter", "goesOnWithTheDownload"]
             process.environment = Self.environment.merging(faults) { $1 }.merging([
-                "LD_PRELOAD": library.path, "FAULTS_UNDER": documents.path, "MESP_DOWNLOAD_INTO": documents.path,
+                "TMPDIR": newFolder().path, "LD_PRELOAD": library.path, "FAULTS_UNDER": documents.path,
+                "MESP_DOWNLOAD_INTO": documents.path,
                 "MESP_HUB": hub.url.absoluteString, "MESP_SAID": said.path,
             ]) { $1 }
             (process.standardOutput, process.standardError) = (FileHandle.nullDevice, FileHandle.nullDevice)

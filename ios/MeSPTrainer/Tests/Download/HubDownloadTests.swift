@@ -41,25 +41,40 @@ final class Hub {
     }
 }
 
+extension AppSuite {
+    /// Returns an app that downloads from a hub, on a phone with much memory.
+    func app(on hub: Hub, freeBytes: Int? = nil, network: (any NetworkPath)? = nil) -> AppModel {
+        let url = hub.url
+        monitor.availableMemory = 1 << 40
+        return AppModel(
+            monitor: monitor, folder: DocumentsFolder(documents: documents, freeBytes: { _ in freeBytes }),
+            network: network, openDownload: { try HubDownload(repository: $0, hub: url, patience: 5) },
+            loadTokenizer: { _ in ByteTokenizer() })
+    }
+
+    func lookUp(
+        _ repository: String, on hub: Hub, freeBytes: Int? = nil, network: (any NetworkPath)? = nil
+    ) async -> AppModel {
+        let model = app(on: hub, freeBytes: freeBytes, network: network)
+        model.downloads.repository = repository
+        await model.lookUp()
+        return model
+    }
+}
+
 /// The transfers to test.
 enum Way: CaseIterable { case foreground, background }
 
-@Suite(.serialized) @MainActor final class HubDownloadTests {
-    private let folder = temporaryFolder()
-    private let transfer = BackgroundTransfer(.ephemeral, home: FileManager.default.temporaryDirectory)
-    deinit {
-        transfer.session.finishTasksAndInvalidate()
-        try? FileManager.default.removeItem(at: folder)
-    }
-
-    private func fixture() throws -> URL {
-        try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
-    }
+@Suite(.serialized) @MainActor final class HubDownloadTests: AppSuite {
+    private let transfer = BackgroundTransfer(.ephemeral, home: temporaryFolder().deletingLastPathComponent())
+    private var folder: URL { documents }
+    private var blockFile: URL { folder.appendingPathComponent("blocks/00.bin") }
+    deinit { transfer.session.finishTasksAndInvalidate() }
 
     private func fetch(
         _ faults: [String: [Any]], by way: Way = .foreground, from source: URL? = nil
     ) async throws -> ([String], String?) {
-        let hub = try Hub(try source ?? fixture(), faults)
+        let hub = try Hub(try source ?? tiedBundle(), faults)
         let stalls = faults.values.joined().contains { $0 as? String == "stall" }
         var problem: String?
         do {
@@ -83,7 +98,7 @@ enum Way: CaseIterable { case foreground, background }
         let (requests, problem) = try await fetch([:], by: way)
         #expect(problem == nil)
         #expect(try isWhole())
-        let manifest = try ModelBundle(url: try fixture()).manifest
+        let manifest = try ModelBundle(url: try tiedBundle()).manifest
         #expect(requests.first == "manifest.json whole")
         #expect(requests.sorted() == (["manifest.json"] + manifest.files.map(\.path)).map { "\($0) whole" }.sorted())
         let (fetched, _) = try await fetch([:], by: way)
@@ -91,47 +106,38 @@ enum Way: CaseIterable { case foreground, background }
     }
 
     @Test(
-        arguments: [["cut"], ["stall"], ["cut", "cut", "stall"], [503], ["cut", "other"], ["cut", 429, "cut"]]
-            as [[any Sendable]])
-    func whatBreaksOffGoesOnFromThere(_ faults: [any Sendable]) async throws {
-        let (requests, problem) = try await fetch(["blocks/00.bin": faults])
+        arguments: [
+            (["cut"], .foreground), (["stall"], .foreground), (["cut", "cut", "stall"], .foreground),
+            ([503], .foreground), (["cut", "other"], .foreground), (["cut", 429, "cut"], .foreground),
+            (["cut", "whole"], .foreground), (["flip"], .foreground), (["expired"], .foreground),
+            (["cut"], .background), ([503, "cut"], .background), (["flip"], .background), (["expired"], .background),
+        ] as [([any Sendable], Way)])
+    func whatBreaksOffIsAskedForAgain(_ faults: [any Sendable], _ way: Way) async throws {
+        let (requests, problem) = try await fetch(["blocks/00.bin": faults], by: way)
         #expect(problem == nil)
         #expect(try isWhole())
-        let ranges = requests.filter { $0.hasPrefix("blocks/00.bin ") }
-        #expect(ranges.count == faults.count + 1)
-        if "\(faults[0])" != "503" {
-            #expect(ranges.last?.hasPrefix("blocks/00.bin bytes=") == true, "not from the beginning")
+        let ofBlock = requests.filter { $0.hasPrefix("blocks/00.bin ") }
+        #expect(ofBlock.count == faults.count { "\($0)" != "whole" } + 1)
+        if way == .foreground, ["cut", "stall"].contains("\(faults[0])") {
+            #expect(ofBlock.last?.hasPrefix("blocks/00.bin bytes=") == true, "not from the beginning")
+        } else if "\(faults[0])" == "flip", way == .foreground {
+            #expect(ofBlock.allSatisfy { $0 == "blocks/00.bin whole" })
         }
     }
 
-    @Test(arguments: [["cut"], [503, "cut"], ["flip"], ["expired"]] as [[any Sendable]])
-    func inTheBackgroundWhatBreaksOffIsAskedForAgain(_ faults: [any Sendable]) async throws {
-        let (requests, problem) = try await fetch(["blocks/00.bin": faults], by: .background)
-        #expect(problem == nil)
-        #expect(try isWhole())
-        #expect(requests.filter { $0.hasPrefix("blocks/00.bin ") }.count == faults.count + 1)
-    }
-
-    @Test func anAddressThatIsNoLongerGoodIsAskedForAgain() async throws {
-        #expect(try await fetch(["blocks/00.bin": ["expired"]]).1 == nil)
-        #expect(try isWhole())
-    }
-
     @Test func whatTheSystemBringsMeanwhileIsNotAskedForAgain() async throws {
-        let hub = try Hub(try fixture(), ["blocks/01.bin": ["trickle"]])
+        let hub = try Hub(try tiedBundle(), ["blocks/01.bin": ["trickle"]])
         let download = try HubDownload(
             repository: "someone/tied-mesp", hub: hub.url, patience: 60, background: transfer)
         let offer = try await download.fetchOffer()
-        try FileManager.default.createDirectory(
-            at: folder.appendingPathComponent("blocks"), withIntermediateDirectories: true)
+        try folder.appendingPathComponent("blocks").makeFolder()
         for path in ["blocks/00.bin", "blocks/01.bin"] {
             let task = transfer.session.downloadTask(
                 with: hub.url.appendingPathComponent("someone/tied-mesp/resolve/0123456789abcdef/\(path)"))
             task.taskDescription = "\(folder.lastPathComponent)/\(path).part"
             task.resume()
         }
-        let first = folder.appendingPathComponent("blocks/00.bin.part")
-        while !FileManager.default.fileExists(atPath: first.path) { try await Task.sleep(for: .milliseconds(2)) }
+        try await wait { folder.appendingPathComponent("blocks/00.bin.part").exists }
 
         let slow = try #require(offer.manifest.files.first { $0.path == "blocks/01.bin" })
         let (bytes, sender) = AsyncStream.makeStream(of: Int.self)
@@ -142,19 +148,6 @@ enum Way: CaseIterable { case foreground, background }
         #expect(try isWhole())
         let requests = hub.end()
         #expect(requests.count == Set(requests).count && requests.count == offer.manifest.files.count + 1)
-    }
-
-    @Test func aServerWithoutRangesSendsItWhole() async throws {
-        let (_, problem) = try await fetch(["blocks/00.bin": ["cut", "whole"]])
-        #expect(problem == nil)
-        #expect(try isWhole())
-    }
-
-    @Test func whatIsDamagedOnTheWayComesAgainOnce() async throws {
-        let (requests, problem) = try await fetch(["blocks/00.bin": ["flip"]])
-        #expect(problem == nil)
-        #expect(try isWhole())
-        #expect(requests.filter { $0 == "blocks/00.bin whole" }.count == 2)
     }
 
     @Test(
@@ -175,8 +168,7 @@ enum Way: CaseIterable { case foreground, background }
         let (faults, sentence) = fault
         let (_, problem) = try await fetch(["blocks/00.bin": faults], by: way)
         #expect(problem == sentence)
-        #expect(!FileManager.default.fileExists(atPath: folder.appendingPathComponent("manifest.json").path))
-        #expect(!FileManager.default.fileExists(atPath: folder.appendingPathComponent("blocks/00.bin").path))
+        #expect(!folder.appendingPathComponent("manifest.json").exists && !blockFile.exists)
         #expect(try await fetch([:], by: way).1 == nil)
         #expect(try isWhole())
     }
@@ -187,46 +179,37 @@ enum Way: CaseIterable { case foreground, background }
     }
 
     @Test func aManifestThatLeadsOutOfTheFolderIsRefused() async throws {
-        let source = folder.appendingPathExtension("source")
-        defer { try? FileManager.default.removeItem(at: source) }
-        try FileManager.default.copyItem(at: try fixture(), to: source)
+        let source = try tiedBundle().copy()
         let manifest = source.appendingPathComponent("manifest.json")
-        let text = String(decoding: try Data(contentsOf: manifest), as: UTF8.self)
+        let text = try manifest.readText()
         for path in ["../escape.bin", "/escape.bin", "a//b", "manifest.json"] {
-            try Data(text.replacing("\"path\": \"blocks/00.bin\"", with: "\"path\": \"\(path)\"").utf8).write(
-                to: manifest)
+            try manifest.write(text.replacing("\"path\": \"blocks/00.bin\"", with: "\"path\": \"\(path)\""))
             let (requests, problem) = try await fetch([:], from: source)
             #expect(
                 problem
                     == "someone/tied-mesp: the manifest names \(path), which no bundle has; do not use the bundle.")
             #expect(requests == ["manifest.json whole"])
         }
-        try Data(text.replacing("\"format\": \(Manifest.format)", with: "\"format\": 99").utf8).write(to: manifest)
+        try manifest.write(text.replacing("\"format\": \(Manifest.format)", with: "\"format\": 99"))
         #expect(
             try await fetch([:], from: source).1?.contains("has bundle format 99, and this build reads format") == true)
-        try Data("no JSON".utf8).write(to: manifest)
+        try manifest.write("no JSON")
         #expect(try await fetch([:], from: source).1?.contains("is damaged") == true)
     }
 
     @Test(arguments: Way.allCases) func noLinkInTheFolderIsFollowed(_ way: Way) async throws {
-        let outside = folder.appendingPathExtension("outside")
+        let outside = temporaryFolder()
         let old = Data("of somebody else".utf8)
         for path in ["blocks/00.bin", "blocks/01.bin", "embedding.bin", "head.bin"] {
             let file = outside.appendingPathComponent(path)
-            try FileManager.default.createDirectory(
-                at: file.deletingLastPathComponent(), withIntermediateDirectories: true)
+            try file.deletingLastPathComponent().makeFolder()
             try old.write(to: file)
         }
-        defer { try? FileManager.default.removeItem(at: outside) }
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         for (link, file) in [
             ("blocks", "blocks"), ("embedding.bin", "embedding.bin"), ("head.bin.part", "head.bin"),
             ("config.json.part.resume", "embedding.bin"), ("config.json.part.resume.partial", "embedding.bin"),
             ("manifest.json.partial", "embedding.bin"),
-        ] {
-            try FileManager.default.createSymbolicLink(
-                at: folder.appendingPathComponent(link), withDestinationURL: outside.appendingPathComponent(file))
-        }
+        ] { try folder.appendingPathComponent(link).link(to: outside.appendingPathComponent(file)) }
         #expect(try await fetch([:], by: way).1 == nil)
         #expect(try isWhole())
         let files = try FileManager.default.subpathsOfDirectory(atPath: outside.path).filter { $0.hasSuffix(".bin") }
@@ -235,30 +218,22 @@ enum Way: CaseIterable { case foreground, background }
     }
 
     @Test(arguments: Way.allCases) func aBundleThatChangedMeanwhileComesAsItIsNow(_ way: Way) async throws {
-        let source = folder.appendingPathExtension("source")
-        defer { try? FileManager.default.removeItem(at: source) }
-        try FileManager.default.copyItem(at: try fixture(), to: source)
-        let (manifest, block) = (
-            source.appendingPathComponent("manifest.json"), source.appendingPathComponent("blocks/00.bin")
-        )
-        var text = String(decoding: try Data(contentsOf: manifest), as: UTF8.self)
+        let source = try tiedBundle().copy()
+        let block = source.appendingPathComponent("blocks/00.bin")
         let last = try #require(try ModelBundle(url: source).manifest.files.last)
         #expect(try await fetch([last.path: [404]], by: way, from: source).1 != nil)
-        try Data("of that commit".utf8).write(to: folder.appendingPathComponent("generation_config.json"))
+        let stale = folder.appendingPathComponent("generation_config.json")
+        try stale.write("of that commit")
 
         let old = try sha256(of: block)
-        var data = try Data(contentsOf: block)
-        data[0] ^= 1
-        try data.write(to: block)
-        text.replace(old, with: try sha256(of: block))
-        try Data(text.utf8).write(to: manifest)
+        try block.flipBit(ofByte: 0)
+        try source.appendingPathComponent("manifest.json").replace(old, with: sha256(of: block))
         let (requests, problem) = try await fetch([:], by: way, from: source)
         #expect(problem == nil)
         #expect(try isWhole())
-        #expect(try Data(contentsOf: folder.appendingPathComponent("blocks/00.bin")) == data)
+        #expect(try Data(contentsOf: blockFile) == Data(contentsOf: block))
         #expect(requests.filter { $0.hasPrefix("blocks/") }.map { String($0.prefix(13)) } == ["blocks/00.bin"])
-        let stale = folder.appendingPathComponent("generation_config.json").path
-        #expect(!FileManager.default.fileExists(atPath: stale) || last.path == "generation_config.json")
+        #expect(!stale.exists || last.path == "generation_config.json")
     }
 
     @Test(arguments: ["", "name", "a/b/c", "../b", "a/..", "a b/c", "https://example.org/a/b"]) func whatIsNoRepository(
@@ -279,26 +254,20 @@ enum Way: CaseIterable { case foreground, background }
         var onChange: (() -> Void)?
     }
 
-    private func model(
-        _ hub: Hub, freeBytes: Int? = nil, network: Path? = nil
-    ) throws -> AppModel {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        let url = hub.url
-        let documents = DocumentsFolder(documents: folder, freeBytes: { _ in freeBytes })
-        let monitor = TestMonitor()
-        monitor.availableMemory = 1 << 40
-        return AppModel(
-            monitor: monitor, folder: documents, network: network,
-            openDownload: { try HubDownload(repository: $0, hub: url, patience: 2) },
-            loadTokenizer: { _ in ByteTokenizer() })
+    private func lookUp(_ hub: Hub, freeBytes: Int? = nil, network: Path? = nil) async -> AppModel {
+        await lookUp("someone/tied-mesp", on: hub, freeBytes: freeBytes, network: network)
+    }
+
+    /// Waits until the file that the hub stalls has begun to arrive.
+    private func untilItStalls() async throws {
+        let stalling = folder.appendingPathComponent(".downloading-someone--tied-mesp/blocks/02.bin.part")
+        try await wait { (try? Data(contentsOf: stalling))?.isEmpty == false }
     }
 
     @Test func theAppShowsWhatItIsAndDownloadsIt() async throws {
-        let hub = try Hub(try fixture())
+        let hub = try Hub(try tiedBundle())
         defer { _ = hub.end() }
-        let model = try model(hub)
-        model.downloads.repository = " someone/tied-mesp "
-        await model.lookUp()
+        let model = await lookUp(" someone/tied-mesp ", on: hub)
         let offer = try #require(model.downloads.offer)
         #expect(model.problem == nil && offer.size > 10_000)
         #expect(model.downloads.fit.english.hasSuffix("it fits this phone."))
@@ -315,13 +284,10 @@ enum Way: CaseIterable { case foreground, background }
     }
 
     @Test func aStoppedDownloadGoesOn() async throws {
-        let hub = try Hub(try fixture(), ["blocks/02.bin": ["stall"]])
-        let model = try model(hub)
-        model.downloads.repository = "someone/tied-mesp"
-        await model.lookUp()
+        let hub = try Hub(try tiedBundle(), ["blocks/02.bin": ["stall"]])
+        let model = await lookUp(hub)
         let work = Task { await model.download() }
-        let stalling = folder.appendingPathComponent(".downloading-someone--tied-mesp/blocks/02.bin.part")
-        while (try? Data(contentsOf: stalling))?.isEmpty != false { try await Task.sleep(for: .milliseconds(1)) }
+        try await untilItStalls()
         model.downloads.stop()
         await work.value
         #expect(model.problem == nil && model.library.bundles.isEmpty && model.downloads.progress == nil)
@@ -334,12 +300,10 @@ enum Way: CaseIterable { case foreground, background }
     }
 
     @Test func aLargeDownloadOverACostlyNetworkWaitsForAnAnswer() async throws {
-        let hub = try Hub(try fixture())
+        let hub = try Hub(try tiedBundle())
         let network = Path()
-        let model = try model(hub, network: network)
-        model.downloads.repository = "someone/tied-mesp"
+        let model = await lookUp(hub, network: network)
         model.downloads.askedFrom = 10_000
-        await model.lookUp()
         network.isCostly = true
         #expect(model.downloads.networkQuestion == nil, "nothing is wanted yet")
         await model.download()
@@ -357,27 +321,22 @@ enum Way: CaseIterable { case foreground, background }
     }
 
     @Test func aSmallDownloadAsksNothing() async throws {
-        let hub = try Hub(try fixture())
+        let hub = try Hub(try tiedBundle())
         defer { _ = hub.end() }
         let network = Path()
         network.isCostly = true
-        let model = try model(hub, network: network)
-        model.downloads.repository = "someone/tied-mesp"
-        await model.lookUp()
+        let model = await lookUp(hub, network: network)
         await model.download()
         #expect(model.problem == nil && model.form.bundle?.id == "tied.mesp")
     }
 
     @Test func aDownloadThatMeetsACostlyNetworkAsksAndGoesOn() async throws {
-        let hub = try Hub(try fixture(), ["blocks/02.bin": ["stall"]])
+        let hub = try Hub(try tiedBundle(), ["blocks/02.bin": ["stall"]])
         let network = Path()
-        let model = try model(hub, network: network)
-        model.downloads.repository = "someone/tied-mesp"
+        let model = await lookUp(hub, network: network)
         model.downloads.askedFrom = 10_000
-        await model.lookUp()
         let work = Task { await model.download() }
-        let stalling = folder.appendingPathComponent(".downloading-someone--tied-mesp/blocks/02.bin.part")
-        while (try? Data(contentsOf: stalling))?.isEmpty != false { try await Task.sleep(for: .milliseconds(1)) }
+        try await untilItStalls()
         let documents = DocumentsFolder(documents: folder)
         #expect(try documents.readBegunDownload()?.usesAnyNetwork == false)
         #expect(model.downloads.networkQuestion == nil)
@@ -391,16 +350,13 @@ enum Way: CaseIterable { case foreground, background }
     }
 
     @Test func aDownloadThatTheAppWasEndedInGoesOn() async throws {
-        let hub = try Hub(try fixture(), ["blocks/01.bin": [404]])
+        let hub = try Hub(try tiedBundle(), ["blocks/01.bin": [404]])
         defer { _ = hub.end() }
-        let ended = try model(hub)
-        ended.downloads.repository = "someone/tied-mesp"
-        await ended.lookUp()
-        let offer = try #require(ended.downloads.offer)
+        let offer = try #require(await lookUp(hub).downloads.offer)
         let documents = DocumentsFolder(documents: folder)
         try documents.save(.init(offer: offer, usesAnyNetwork: true))
 
-        let model = try model(hub)
+        let model = app(on: hub)
         await model.finishDownload()
         #expect(model.problem?.english.hasPrefix("There is no blocks/01.bin of someone/tied-mesp") == true)
         #expect(try documents.readBegunDownload() == nil, "the person has been told, and can begin it again")
@@ -413,16 +369,14 @@ enum Way: CaseIterable { case foreground, background }
     }
 
     @Test func aDownloadThatEndedWithTheAppIsOver() async throws {
-        let hub = try Hub(try fixture())
-        let ended = try model(hub)
-        ended.downloads.repository = "someone/tied-mesp"
-        await ended.lookUp()
+        let hub = try Hub(try tiedBundle())
+        let ended = await lookUp(hub)
         let offer = try #require(ended.downloads.offer)
         await ended.download()
         let documents = DocumentsFolder(documents: folder)
         try documents.save(.init(offer: offer, usesAnyNetwork: true))
 
-        let model = try model(hub)
+        let model = app(on: hub)
         await model.finishDownload()
         #expect(model.problem == nil)
         #expect(try documents.readBegunDownload() == nil)
@@ -430,10 +384,8 @@ enum Way: CaseIterable { case foreground, background }
     }
 
     @Test func withoutRoomNothingIsDownloaded() async throws {
-        let hub = try Hub(try fixture())
-        let model = try model(hub, freeBytes: 1000)
-        model.downloads.repository = "someone/tied-mesp"
-        await model.lookUp()
+        let hub = try Hub(try tiedBundle())
+        let model = await lookUp(hub, freeBytes: 1000)
         await model.download()
         #expect(model.problem?.english.hasSuffix("and the phone has 0.0 MB free; make room for it first.") == true)
         #expect(hub.end() == ["manifest.json whole"])

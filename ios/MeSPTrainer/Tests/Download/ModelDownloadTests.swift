@@ -1,5 +1,4 @@
 import Foundation
-import MeSPSentences
 import Testing
 
 @testable import MeSPAppModel
@@ -9,35 +8,23 @@ import Testing
 @testable import MeSPFiles
 @testable import MeSPImport
 
-@Suite(.serialized) @MainActor final class ModelDownloadTests {
+@Suite(.serialized) @MainActor final class ModelDownloadTests: AppSuite {
     private nonisolated static let repository = "someone/tiny-4bit"
-    private let documents = temporaryFolder()
     private let source = temporaryFolder()
     private let files = FileManager.default
 
-    init() throws {
-        try files.createDirectory(at: documents, withIntermediateDirectories: true)
+    override init() throws {
+        try super.init()
         try TinyModel.write(to: source)
     }
 
-    deinit { for folder in [documents, source] { try? FileManager.default.removeItem(at: folder) } }
-
-    private func model(_ hub: Hub, freeBytes: Int? = nil) -> AppModel {
-        let url = hub.url
-        let monitor = TestMonitor()
-        monitor.availableMemory = 1 << 40
-        let model = AppModel(
-            monitor: monitor, folder: DocumentsFolder(documents: documents, freeBytes: { _ in freeBytes }),
-            openDownload: { try HubDownload(repository: $0, hub: url, patience: 5) },
-            loadTokenizer: { _ in ByteTokenizer() })
-        model.downloads.repository = Self.repository
-        return model
+    private func lookUp(_ hub: Hub, freeBytes: Int? = nil) async -> AppModel {
+        await lookUp(Self.repository, on: hub, freeBytes: freeBytes)
     }
 
     private func lookUp(_ faults: [String: [Any]]) async throws -> (problem: String?, requests: [String]) {
         let hub = try Hub(source, faults)
-        let model = model(hub)
-        await model.lookUp()
+        let model = await lookUp(hub)
         #expect((model.downloads.offer == nil) == (model.problem != nil))
         #expect(try files.contentsOfDirectory(atPath: documents.path) == [])
         return (model.problem?.english, hub.end())
@@ -63,8 +50,7 @@ import Testing
 
     @Test func aModelIsOfferedBeforeItsWeightsAreAskedFor() async throws {
         let hub = try Hub(source)
-        let model = model(hub)
-        await model.lookUp()
+        let model = await lookUp(hub)
         let offer = try #require(model.downloads.offer)
         #expect(hub.end() == ["manifest.json whole", "api whole", "config.json whole", "README.md whole"])
         #expect(offer.isModel && offer.model?.commit == "0123456789abcdef")
@@ -79,10 +65,8 @@ import Testing
     }
 
     @Test func aBundlesOfferTakesItsSizeOnce() async throws {
-        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
-        let hub = try Hub(bundle)
-        let model = model(hub)
-        await model.lookUp()
+        let hub = try Hub(try tiedBundle())
+        let model = await lookUp(hub)
         let offer = try #require(model.downloads.offer)
         #expect(hub.end() == ["manifest.json whole"])
         #expect(!offer.isModel && offer.bundleSize == offer.size && model.downloads.spaceWhileRewriting == nil)
@@ -100,9 +84,8 @@ import Testing
         for other in [nil, "", "javascript:alert(1)", "file:///etc/passwd", "tel:1"] { #expect(link(other) == nil) }
     }
 
-    @Test(arguments: ["config.json", "safetensors"]) func whatIsNeitherABundleNorAModelIsRefused(_ ending: String)
-        async throws
-    {
+    @Test(arguments: ["config.json", "safetensors"])
+    func whatIsNeitherABundleNorAModelIsRefused(_ ending: String) async throws {
         for name in try files.contentsOfDirectory(atPath: source.path) where name.hasSuffix(ending) {
             try files.removeItem(at: source.appendingPathComponent(name))
         }
@@ -119,8 +102,7 @@ import Testing
 
     @Test func aFamilyThatCannotBeRewrittenIsRefusedAsTheImportDoes() async throws {
         let config = source.appendingPathComponent("config.json")
-        let text = try String(contentsOf: config, encoding: .utf8)
-        try Data(text.replacing("\"qwen2\"", with: "\"no_such_family\"").utf8).write(to: config)
+        try config.replace("\"qwen2\"", with: "\"no_such_family\"")
         let sentence = message {
             _ = try ModelImport.manifest(
                 config: Data(contentsOf: config), card: nil, of: Self.repository, revision: nil)
@@ -191,15 +173,12 @@ import Testing
         let deep = ["answer": "{\"siblings\":[", "times": 100_000] as [String: Any]
         #expect(try await lookUp(["api": [deep]]).problem?.contains("is not one") == true)
         let long = ["answer": " ", "times": Manifest.largestSize + 1] as [String: Any]
-        #expect(
-            try await lookUp(["api": [long]]).problem == "file list of someone/tiny-4bit is longer than it may be.")
+        #expect(try await lookUp(["api": [long]]).problem == "file list of someone/tiny-4bit is longer than it may be.")
     }
 
-    @Test(arguments: ["config.json", "README.md"]) func aTextThatIsNotAsLongAsListedIsRefused(_ name: String)
-        async throws
-    {
-        #expect(
-            try await lookUp([name: ["long"]]).problem == "\(name) of someone/tiny-4bit is longer than it may be.")
+    @Test(arguments: ["config.json", "README.md"])
+    func aTextThatIsNotAsLongAsListedIsRefused(_ name: String) async throws {
+        #expect(try await lookUp([name: ["long"]]).problem == "\(name) of someone/tiny-4bit is longer than it may be.")
         #expect(
             try await lookUp([name: ["short"]]).problem
                 == "\(name) of someone/tiny-4bit is shorter than its repository says.")
@@ -211,8 +190,7 @@ import Testing
 
     @Test func aModelIsDownloadedAndRewritten() async throws {
         let hub = try Hub(source)
-        let model = model(hub)
-        await model.lookUp()
+        let model = await lookUp(hub)
         await model.download()
         #expect(model.problem == nil && model.form.bundle?.id == "tiny-4bit.mesp")
         #expect(model.form.bundle?.problem == nil)
@@ -228,8 +206,7 @@ import Testing
         let weights = "model-00002-of-00002.safetensors"
         let hub = try Hub(
             source, [weights: ["flip", "flip", "cut"], "tokenizer.json": ["short", "short", "short", "short"]])
-        let model = model(hub)
-        await model.lookUp()
+        let model = await lookUp(hub)
         await model.download()
         #expect(model.problem == "\(weights) of someone/tiny-4bit is damaged: its SHA-256 differs.")
         model.problem = nil
@@ -262,7 +239,7 @@ import Testing
         _ = try await endWhileRewriting(hub)
         let written = { try FileManager.default.subpathsOfDirectory(atPath: self.commitFolder.path) }
         #expect(try written().contains { !$0.hasPrefix("model") }, "the bundle's pieces lie beside the model")
-        let next = model(hub)
+        let next = app(on: hub)
         await next.finishDownload()
         #expect(next.problem == nil && next.form.bundle?.id == "tiny-4bit.mesp")
         #expect(try hasBundleAlone())
@@ -272,13 +249,11 @@ import Testing
     @Test(arguments: [false, true]) func aRewritingThatEndedWithTheAppIsOver(_ wasMoved: Bool) async throws {
         let hub = try Hub(source)
         _ = try await endWhileRewriting(hub)
-        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
         try files.removeItem(at: commitFolder)
-        try files.createDirectory(
-            at: commitFolder.appendingPathComponent("model"), withIntermediateDirectories: true)
+        try commitFolder.appendingPathComponent("model").makeFolder()
         let place = wasMoved ? documents : commitFolder
-        try files.copyItem(at: bundle, to: place.appendingPathComponent("tiny-4bit.mesp"))
-        let next = model(hub)
+        try tiedBundle().copy(to: place.appendingPathComponent("tiny-4bit.mesp"))
+        let next = app(on: hub)
         await next.finishDownload()
         await next.refresh()
         #expect(next.problem == nil && next.library.bundles.map(\.id) == ["tiny-4bit.mesp"])
@@ -288,16 +263,12 @@ import Testing
 
     @Test func filesOfAnotherCommitAreNotKept() async throws {
         let old = commitFolder.deletingLastPathComponent().appendingPathComponent("abcdef0123456789/model")
-        try files.createDirectory(at: old, withIntermediateDirectories: true)
-        for (name, size) in try sizes() {
-            try Data(count: size).write(to: old.appendingPathComponent(name))
-        }
+        try old.makeFolder()
+        for (name, size) in try sizes() { try Data(count: size).write(to: old.appendingPathComponent(name)) }
         let hub = try Hub(source)
-        let model = model(hub)
-        await model.lookUp()
+        let model = await lookUp(hub)
         let both = try #require(model.downloads.spaceWhileRewriting) + DocumentsFolder.spareBytes
-        let small = self.model(hub, freeBytes: both - 1)
-        await small.lookUp()
+        let small = await lookUp(hub, freeBytes: both - 1)
         await small.download()
         #expect(small.problem?.english.hasSuffix("make room for it first.") == true, "they are no part of it")
         await model.download()
@@ -308,19 +279,15 @@ import Testing
 
     @Test func thereIsRoomForBothOrNothingIsDownloaded() async throws {
         let hub = try Hub(source)
-        let first = model(hub)
-        await first.lookUp()
-        let both = try #require(first.downloads.spaceWhileRewriting) + DocumentsFolder.spareBytes
-        let small = model(hub, freeBytes: both - 1)
-        await small.lookUp()
+        let both = try #require(await lookUp(hub).downloads.spaceWhileRewriting) + DocumentsFolder.spareBytes
+        let small = await lookUp(hub, freeBytes: both - 1)
         await small.download()
         let (needed, free) = ((both - DocumentsFolder.spareBytes).megabytes(.up), (both - 1).megabytes(.down))
         #expect(
             small.problem?.english.hasPrefix("someone/tiny-4bit takes \(needed) more, and the phone has \(free) free")
                 == true)
         #expect(try files.contentsOfDirectory(atPath: documents.path) == [])
-        let large = model(hub, freeBytes: both)
-        await large.lookUp()
+        let large = await lookUp(hub, freeBytes: both)
         await large.download()
         #expect(large.problem == nil)
         #expect(try hasBundleAlone())
