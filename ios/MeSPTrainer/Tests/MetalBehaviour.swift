@@ -12,6 +12,7 @@
     /// Tests the core with a build of MLX that imitates Metal on a CPU.
     @Suite(.serialized) struct MetalBehaviour {
         private static let plain = Fixture.tied.map { [$0] } ?? []
+        private static let gpu = Fixture.cases.filter { $0.lastPathComponent.contains("gpu") }
 
         private func gradients(_ fixture: Fixture, _ method: GradientMethod = .mesp) throws -> [MLXArray] {
             try fixture.bundle.withDevice {
@@ -32,7 +33,7 @@
         #endif
 
         private func checked(_ name: String, _ rules: MetalRules) throws -> SelfCheckReport.Check {
-            let bundle = try ModelBundle(url: try #require(Fixture.tied).appendingPathComponent("bundle.mesp"))
+            let bundle = try ModelBundle(url: try tiedBundle())
             var settings = SelfCheck.Settings(bundle: bundle.url.path)
             settings.seconds = 0.02
             let suite = CheckSuite(bundle: bundle, settings: settings)
@@ -62,7 +63,6 @@
             func run(_ rules: MetalRules) throws -> (error: String, report: MetalReport, log: [String], adapters: Data?)
             {
                 let output = temporaryFolder()
-                defer { try? FileManager.default.removeItem(at: output) }
                 var settings = try RunSettings.ofATest(output)
                 (settings.method, settings.offload, settings.steps, settings.valBatches) = (method, offload, 2, 1)
                 var steps = [String]()
@@ -97,14 +97,8 @@
         }
 
         @Test(arguments: plain) func anErrorEndsAText(_ folder: URL) throws {
-            var request = Generator.Request(prompt: [1, 2, 3])
-            request.maxTokens = 4
             let generator = try Generator(ModelBundle(url: folder.appendingPathComponent("bundle.mesp")))
-            func text() throws -> [Int] {
-                var tokens = [Int]()
-                try generator.generate(request) { tokens.append($0) }
-                return tokens
-            }
+            func text() throws -> [Int] { try generator.text([1, 2, 3], maxTokens: 4) }
             let expected = try text()
             let allocations = withMetal(refused(from: .max)) { try text() }.report.commandBuffers
             for first in stride(from: 1, through: allocations, by: allocations / 20 | 1) {
@@ -138,24 +132,27 @@
         }
 
         /// In the first step `atBlock` is also called within blocks, because a GPU compiles kernels during that step.
-        @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("gpu") })
-        func theFirstStepWaitsWithinItsBlocks(_ folder: URL) throws {
+        @Test(arguments: gpu, [GradientMethod.mesp, .mebp])
+        func theFirstStepWaitsWithinItsBlocks(_ folder: URL, _ method: GradientMethod) throws {
             let fixture = try Fixture(folder, "gradients")
-            let trainer = try fixture.trainer(.mesp)
-            var (places, gradients) = ([0, 0], [[MLXArray]](repeating: [], count: 2))
+            guard fixture.exactMethods.contains(method) else { return }
+            let trainer = try fixture.trainer(method)
+            var (places, gradients) = ([0, 0], [Gradients]())
             for step in 0..<2 {
                 trainer.clock.atBlock = { places[step] += 1 }
-                _ = try fixture.backpropagate(trainer) { gradients[step].append($1) }
+                gradients.append(try fixture.gradients(trainer))
+                trainer.model.isWarm = true
             }
-            #expect(places[0] > 10 * places[1] / 2)
-            for (first, second) in zip(gradients[0], gradients[1]) { #expect(first.arrayEqual(second).item(Bool.self)) }
+            #expect(method == .mesp ? places[0] > 10 * places[1] / 2 : places[0] > places[1] + 2 * 8)
+            #expect(gradients[0].loss == gradients[1].loss)
+            for (block, gradient) in gradients[0].blocks {
+                #expect(gradient.arrayEqual(try #require(gradients[1].blocks[block])).item(Bool.self))
+            }
         }
 
-        @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("gpu") })
-        func theFirstTextWaitsWithinItsBlocks(_ folder: URL) throws {
+        @Test(arguments: gpu) func theFirstTextWaitsWithinItsBlocks(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
-            var request = Generator.Request(prompt: [1, 2, 3, 4, 5])
-            request.maxTokens = 4
+            let request = Generator.Request([1, 2, 3, 4, 5], maxTokens: 4)
             let generator = try Generator(fixture.bundle)
             var (places, texts) = ([0, 0], [[Int]](repeating: [], count: 2))
             for text in 0..<2 {
@@ -178,24 +175,8 @@
             #expect(calls == 3)
         }
 
-        @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("gpu") })
-        func theFirstDerivativeWaitsWithinItsBlocks(_ folder: URL) throws {
-            let fixture = try Fixture(folder, "gradients")
-            guard fixture.exactMethods.contains(.mebp) else { return }
-            let trainer = try fixture.trainer(.mebp)
-            var (places, gradients) = ([0, 0], [[MLXArray]](repeating: [], count: 2))
-            for step in 0..<2 {
-                trainer.clock.atBlock = { places[step] += 1 }
-                _ = try fixture.backpropagate(trainer) { gradients[step].append($1) }
-                trainer.model.isWarm = true
-            }
-            #expect(places[0] > places[1] + 2 * 8)
-            for (first, second) in zip(gradients[0], gradients[1]) { #expect(first.arrayEqual(second).item(Bool.self)) }
-        }
-
         /// For example, a full disk, where the log gets no record of a pause's end.
-        @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("gpu") })
-        func afterAnErrorAtABoundaryNoGPUIsUsed(_ folder: URL) throws {
+        @Test(arguments: gpu) func afterAnErrorAtABoundaryNoGPUIsUsed(_ folder: URL) throws {
             struct DiskIsFull: Error {}
             let fixture = try Fixture(folder, "gradients")
             Device.gpuIsSimulated = true
@@ -220,11 +201,9 @@
             #expect(place > 10)
         }
 
-        @Test(arguments: [GradientMethod.mesp, .mebp, .mezo]) func aCPUBundleTrainsOnTheCPU(_ method: GradientMethod)
-            throws
-        {
+        @Test(arguments: [GradientMethod.mesp, .mebp, .mezo])
+        func aCPUBundleTrainsOnTheCPU(_ method: GradientMethod) throws {
             let output = temporaryFolder()
-            defer { try? FileManager.default.removeItem(at: output) }
             var settings = try RunSettings.ofATest(output)
             (settings.method, settings.steps, settings.valBatches) = (method, 2, 1)
             let result = withMetal(.init(gpuByDefault: true)) {
@@ -244,8 +223,8 @@
         @Test(arguments: Fixture.cases) func aCPUBundleGeneratesAndDifferentiatesOnTheCPU(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
             let result = withMetal(.init(gpuByDefault: true)) {
-                var request = Generator.Request(prompt: [1, 2, 3])
-                (request.maxTokens, request.temperature, request.topP) = (3, 1, 0.9)
+                var request = Generator.Request([1, 2, 3], maxTokens: 3)
+                (request.temperature, request.topP) = (1, 0.9)
                 try Generator(fixture.bundle).generate(request) { _ in }
                 for method in fixture.exactMethods {
                     try fixture.bundle.withDevice {

@@ -594,13 +594,5 @@ import MeSPSentences
             // than all plans use up.
             #expect(cheaper > 0 || backend == .cpu && count == 30)
         }
-
-        private final class Locked<Value>: @unchecked Sendable {
-            private let lock = NSLock()
-            private var held: Value
-            init(_ value: Value) { held = value }
-            var value: Value { lock.withLock { held } }
-            func change(_ body: (inout Value) -> Void) { lock.withLock { body(&held) } }
-        }
     }
 #endif

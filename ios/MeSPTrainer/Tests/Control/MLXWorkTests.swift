@@ -6,44 +6,37 @@ import Testing
 @testable import MeSPCore
 
 @Suite(.serialized) struct MLXWorkTests {
-    private final class Log: @unchecked Sendable {
-        private let lock = NSLock()
-        private var entries = [String]()
-        var all: [String] { lock.withLock { entries } }
-        func add(_ entry: String) { lock.withLock { entries.append(entry) } }
-    }
-
     @Test func oneThreadAtATime() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
-        let (log, ended) = (Log(), DispatchSemaphore(value: 0))
+        let (log, ended) = (Locked([String]()), DispatchSemaphore(value: 0))
         let url = fixture.bundle.url
         for name in ["a", "b"] {
             Thread.detachNewThread {
                 try? ModelBundle(url: url, checksums: false).withDevice {
-                    log.add(name)
+                    log.change { $0.append(name) }
                     Thread.sleep(forTimeInterval: 0.1)
-                    try ModelBundle(url: url, checksums: false).withDevice { log.add(name) }
+                    try ModelBundle(url: url, checksums: false).withDevice { log.change { $0.append(name) } }
                 }
                 ended.signal()
             }
         }
         for _ in 0..<2 { ended.wait() }
-        #expect([["a", "a", "b", "b"], ["b", "b", "a", "a"]].contains(log.all))
+        #expect([["a", "a", "b", "b"], ["b", "b", "a", "a"]].contains(log.value))
     }
 
     @Test func whatIsBegunLaterIsDoneLater() {
-        let (log, ended) = (Log(), DispatchSemaphore(value: 0))
+        let (log, ended) = (Locked([String]()), DispatchSemaphore(value: 0))
         for name in ["a", "b", "c"] {
             MLXWork.start(name) {
-                log.add("\(name) \(ObjectIdentifier(Thread.current))")
+                log.change { $0.append("\(name) \(ObjectIdentifier(Thread.current))") }
                 Thread.sleep(forTimeInterval: 0.02)
-                log.add(name)
+                log.change { $0.append(name) }
                 ended.signal()
             }
         }
         for _ in 0..<3 { ended.wait() }
-        #expect(log.all.map { String($0.prefix(1)) } == ["a", "a", "b", "b", "c", "c"])
-        #expect(Set(log.all.filter { $0.count > 1 }.map { $0.dropFirst() }).count == 1)
+        #expect(log.value.map { String($0.prefix(1)) } == ["a", "a", "b", "b", "c", "c"])
+        #expect(Set(log.value.filter { $0.count > 1 }.map { $0.dropFirst() }).count == 1)
     }
 
     #if os(Linux)
@@ -54,17 +47,16 @@ import Testing
             }
             func run(_ method: GradientMethod) throws {
                 let output = temporaryFolder()
-                defer { try? FileManager.default.removeItem(at: output) }
                 var settings = try RunSettings.ofATest(output)
                 (settings.method, settings.steps, settings.valBatches) = (method, 1, 1)
                 let (begun, ended) = (settings, DispatchSemaphore(value: 0))
-                let log = Log()
+                let log = Locked([String]())
                 MLXWork.start("run") {
-                    do { try Run.run(begun) } catch { log.add("\(error)") }
+                    do { try Run.run(begun) } catch { log.change { $0.append("\(error)") } }
                     ended.signal()
                 }
                 ended.wait()
-                #expect(log.all == [])
+                #expect(log.value == [])
             }
             try run(.mebp)
             let before = try threads()

@@ -9,21 +9,12 @@ import Testing
 @Suite(.serialized) @MainActor final class RunControllerTests {
     private let monitor = TestMonitor()
     private let clock = TestClock()
-    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private let folder = temporaryFolder()
     private lazy var controller = RunController(monitor: monitor, clock: clock)
 
-    deinit { try? FileManager.default.removeItem(at: folder) }
-
     private func settings(_ name: String = "run", steps: Int = 1_000_000) throws -> RunSettings {
-        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
-        let manifest = try ModelBundle(url: bundle).manifest
-        var settings = RunSettings(bundle: bundle.path, output: folder.appendingPathComponent(name).path)
-        settings.seqLen = try #require(manifest.seqLens.max())
-        settings.rank = try #require(manifest.ranks.first)
-        settings.steps = steps
-        settings.valBatches = 0
-        (settings.optimizer, settings.learningRate) = (.sgd, 0.05)
-        settings.saveEvery = 0
+        var settings = try RunSettings.ofATest(folder.appendingPathComponent(name))
+        (settings.steps, settings.learningRate, settings.saveEvery) = (steps, 0.05, 0)
         return settings
     }
 
@@ -88,14 +79,10 @@ import Testing
         throws
     {
         func losses(_ name: String, atBlock: @escaping () -> Void) throws -> [Float] {
-            var (settings, losses) = (try settings(name, steps: 3), [Float]())
+            var settings = try settings(name, steps: 3)
             settings.method = method
-            try Run.run(settings) { record, _ in
-                if case .step(let step) = record { losses.append(step.loss) }
-            } atBlock: { _ in
-                atBlock()
-            }
-            return losses
+            try Run.run(settings, atBlock: { _ in atBlock() })
+            return try self.losses(name)
         }
         let layers = try ModelBundle(url: URL(fileURLWithPath: settings().bundle)).architecture.numHiddenLayers
         var boundaries = 0
@@ -209,21 +196,14 @@ import Testing
     }
 
     @Test func otherWorkHasEndedWhenItsCallerGoesOn() async throws {
-        let hasEnded = Flag()
+        let hasEnded = Locked(false)
         await controller.doOther { gate in
             _ = gate.start("other", sending: Int.self) { _ in
                 Thread.sleep(forTimeInterval: 0.2)
-                hasEnded.set()
+                hasEnded.change { $0 = true }
             }
         }
-        #expect(hasEnded.isSet)
-    }
-
-    private final class Flag: @unchecked Sendable {
-        private let lock = NSLock()
-        private var value = false
-        var isSet: Bool { lock.withLock { value } }
-        func set() { lock.withLock { value = true } }
+        #expect(hasEnded.value)
     }
 
     @Test func theNextReasonTakesThePlaceOfOneThatIsOver() async throws {
@@ -261,9 +241,7 @@ import Testing
         controller.pause()
         try await reach(.paused(.user))
         try await end()
-        #expect(
-            FileManager.default.fileExists(atPath: folder.appendingPathComponent("run/adapters").path),
-            "what it learned is saved")
+        #expect(folder.appendingPathComponent("run/adapters").exists, "what it learned is saved")
     }
 
     /// A run on a GPU, which iOS refuses in the background, ends at its last saved state.
@@ -273,22 +251,18 @@ import Testing
         var settings = try settings()
         // A GPU's functions do not run on the CPU.
         let bundle = try copyWithoutFunctions(URL(fileURLWithPath: settings.bundle))
-        defer { try? FileManager.default.removeItem(at: bundle) }
         (settings.bundle, settings.device) = (bundle.path, device)
         controller.start(settings)
         try await wait("no step") { controller.log.lastStep > 0 || !controller.isRunning }
         monitor.scene = .background
         try await reach(.paused(.away))
-        controller.stop()
-        try await reach(.finished(.stopped))
-        let adapters = folder.appendingPathComponent("run/adapters")
-        #expect(FileManager.default.fileExists(atPath: adapters.path) == (device == .cpu))
+        try await end()
+        #expect(folder.appendingPathComponent("run/adapters").exists == (device == .cpu))
         #expect((controller.log.end?.step == 0) == (device == .gpu))
     }
 
     @Test func theLogSaysWhatTheRunTookOfTheBattery() async throws {
-        controller.start(try settings())
-        try await reach(.training)
+        try await train()
         monitor.battery?.level = 0.75
         try await end()
         let log = try LogSummary(folder: folder.appendingPathComponent("run"))
@@ -314,7 +288,7 @@ import Testing
         controller.start(try settings("other", steps: 1))
         #expect(controller.settings?.output.hasSuffix("run") == true)
         try await end()
-        #expect(!FileManager.default.fileExists(atPath: folder.appendingPathComponent("other").path))
+        #expect(!folder.appendingPathComponent("other").exists)
     }
 
     @Test func aRunThatCannotBeginFailsWithItsSentence() async throws {

@@ -2,51 +2,40 @@ import Foundation
 import MLX
 import Testing
 
-@testable import MeSPAdapters
 @testable import MeSPCore
 
 @Suite(.serialized) struct EvaluatorTests {
     static let cases = Fixture.cases
 
     private func expected(_ fixture: Fixture, _ tokens: [Int]) throws -> [(logProbability: Double, isGreedy: Bool)] {
-        let y = try fixture.array("y")
-        return try fixture.bundle.withHead { weights in
-            let architecture = fixture.bundle.architecture
-            let h = RMSNorm(weight: weights["norm"], eps: architecture.rmsNormEps)(y[0])
-            let w = weights.matrix("", inputs: architecture.hiddenSize).take(MLXArray.arange(architecture.vocabSize))
-            let logits = matmul(h, w.T)
-            let capped = architecture.finalLogitSoftcapping.map { tanh(logits / $0) * $0 } ?? logits
-            let targets = MLXArray(tokens.dropFirst().map { Int32($0) })
-            let logs = takeAlong(capped, targets[0..., .newAxis], axis: 1)[0..., 0] - capped.logSumExp(axis: -1)
-            let isGreedy = capped.argMax(axis: -1) .== targets
-            MLX.eval(logs, isGreedy)
-            return zip(logs.asArray(Float.self), isGreedy.asArray(Bool.self)).map { (Double($0), $1) }
-        }
+        let logits = try fixture.logits()
+        let targets = MLXArray(tokens.dropFirst().map { Int32($0) })
+        let logs = takeAlong(logits, targets[0..., .newAxis], axis: 1)[0..., 0] - logits.logSumExp(axis: -1)
+        let isGreedy = logits.argMax(axis: -1) .== targets
+        return zip(logs.asArray(Float.self), isGreedy.asArray(Bool.self)).map { (Double($0), $1) }
     }
 
-    @Test(arguments: cases, [3, 256]) func aContinuationsLikelihoodEqualsTheReference(_ folder: URL, _ chunk: Int)
-        throws
-    {
+    @Test(arguments: cases, [3, 256])
+    func aContinuationsLikelihoodEqualsTheReference(_ folder: URL, _ chunk: Int) throws {
         let fixture = try Fixture(folder, "gradients")
         let tokens = try fixture.array("tokens").asArray(Int32.self).map { Int($0) }
         let expected = try expected(fixture, tokens)
-        try fixture.withAdapters { adapters in
-            let evaluator = Evaluator(try CachedModel(fixture.bundle, adapters: [.init(adapters)], chunk: chunk))
-            for first in [1, tokens.count - 3] {
-                let targets = expected[(first - 1)...]
-                let sum = targets.reduce(0) { $0 + $1.logProbability }
-                let (prompt, continuation) = (Array(tokens[..<first]), Array(tokens[first...]))
-                let other = [Int](repeating: 3, count: 5)
-                for choices in [[continuation], [[5], continuation, other]] {
-                    let score = try evaluator.scores(of: choices, after: prompt)[choices.count / 2]
-                    // The evaluator sums float32 numbers in another order than the reference.
-                    #expect(abs(score.logLikelihood - sum) < 1e-5 * Double(targets.count) * max(1, -sum))
-                    #expect(score.isGreedy == targets.allSatisfy(\.isGreedy))
-                }
+        let adapters = try fixture.saveAdapters()
+        let evaluator = Evaluator(try CachedModel(fixture.bundle, adapters: [.init(adapters)], chunk: chunk))
+        for first in [1, tokens.count - 3] {
+            let targets = expected[(first - 1)...]
+            let sum = targets.reduce(0) { $0 + $1.logProbability }
+            let (prompt, continuation) = (Array(tokens[..<first]), Array(tokens[first...]))
+            let other = [Int](repeating: 3, count: 5)
+            for choices in [[continuation], [[5], continuation, other]] {
+                let score = try evaluator.scores(of: choices, after: prompt)[choices.count / 2]
+                // The evaluator sums float32 numbers in another order than the reference.
+                #expect(abs(score.logLikelihood - sum) < 1e-5 * Double(targets.count) * max(1, -sum))
+                #expect(score.isGreedy == targets.allSatisfy(\.isGreedy))
             }
-            let whole = try evaluator.logLikelihood(of: tokens, window: tokens.count)
-            #expect(abs(whole - expected.reduce(0) { $0 + $1.logProbability }) < 1e-5 * abs(whole))
         }
+        let whole = try evaluator.logLikelihood(of: tokens, window: tokens.count)
+        #expect(abs(whole - expected.reduce(0) { $0 + $1.logProbability }) < 1e-5 * abs(whole))
     }
 
     @Test(arguments: [2, 4, 256]) func choicesAreScoredAsIfAlone(_ chunk: Int) throws {
@@ -66,14 +55,11 @@ import Testing
     @Test func whatIsWrittenGreedilyIsGreedy() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let evaluator = try Evaluator(fixture.bundle)
-        var request = Generator.Request(prompt: [7, 1, 2])
-        request.maxTokens = 6
-        var written = [Int]()
-        try evaluator.generator.generate(request) { written.append($0) }
+        let written = try evaluator.generator.text([7, 1, 2], maxTokens: 6)
         let last = written.count - 1
         var other = written
         other[last] = (written[last] + 1) % fixture.bundle.architecture.vocabSize
-        let scores = try evaluator.scores(of: [written, other], after: request.prompt)
+        let scores = try evaluator.scores(of: [written, other], after: [7, 1, 2])
         #expect(scores.map(\.isGreedy) == [true, false])
         #expect(scores[0].logLikelihood > scores[1].logLikelihood)
     }
@@ -87,8 +73,7 @@ import Testing
         }
         let expected = try sum(0..<1, 1..<5) + sum(4..<5, 5..<9) + sum(5..<9, 9..<10)
         #expect(abs(try evaluator.logLikelihood(of: text, window: 4) - expected) < 1e-4)
-        #expect(
-            abs(try evaluator.logLikelihood(of: text, window: 9) - sum(0..<1, 1..<10)) < 1e-4)
+        #expect(abs(try evaluator.logLikelihood(of: text, window: 9) - sum(0..<1, 1..<10)) < 1e-4)
     }
 
     @Test func whatCannotBeScoredIsSaid() throws {
@@ -107,24 +92,8 @@ import Testing
 
     @Test func aLikelihoodThatIsNoNumberIsSaid() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
-        try fixture.withAdapters(scaledBy: 1e30) { adapters in
-            let evaluator = try Evaluator(fixture.bundle, adapters: [.init(adapters)])
-            #expect(message { _ = try evaluator.scores(of: [[1], [2]], after: [1]) }.contains("is not finite"))
-            #expect(message { _ = try evaluator.logLikelihood(of: [1, 2], window: 4) }.contains("is not finite"))
-        }
-    }
-}
-
-extension Fixture {
-    fileprivate func withAdapters(scaledBy factor: Float = 1, _ body: (URL) throws -> Void) throws {
-        let folder = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: folder) }
-        let rank = try number("rank")
-        try saveAdapterFolder(
-            bundle.architecture, rank: Int(rank), blocks: 0..<layers, modules: bundle.architecture.modules,
-            scale: try number("alpha") / rank, model: bundle.manifest.model.id,
-            to: folder
-        ) { try array("lora.\($0)") * factor }
-        try body(folder)
+        let evaluator = try Evaluator(fixture.bundle, adapters: [.init(fixture.saveAdapters(scaledBy: 1e30))])
+        #expect(message { _ = try evaluator.scores(of: [[1], [2]], after: [1]) }.contains("is not finite"))
+        #expect(message { _ = try evaluator.logLikelihood(of: [1, 2], window: 4) }.contains("is not finite"))
     }
 }

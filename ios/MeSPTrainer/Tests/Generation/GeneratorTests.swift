@@ -12,26 +12,15 @@ import Testing
 
     @Test(arguments: cases, [1, 5, 256]) func logitsEqualTheReference(_ folder: URL, _ chunk: Int) throws {
         let fixture = try Fixture(folder, "gradients")
-        let adapters = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: adapters) }
-        try fixture.saveAdapters(to: adapters)
+        let adapters = try fixture.saveAdapters()
         let model = try CachedModel(fixture.bundle, adapters: [.init(adapters)], chunk: chunk)
         let generator = Generator(model)
         let tokens = try fixture.array("tokens").asArray(Int32.self).dropLast().map { Int($0) }
 
         var cache = PromptCache()
         let logits = try generator.logits(cache.begin(tokens), &cache) {}
-        let y = try fixture.array("y")
-        let expected = try fixture.bundle.withHead { weights in
-            let architecture = fixture.bundle.architecture
-            let h = RMSNorm(weight: weights["norm"], eps: architecture.rmsNormEps)(y[0])
-            let all = MLXArray.arange(architecture.vocabSize)
-            let w = weights.matrix("", inputs: architecture.hiddenSize).take(all)
-            let logits = matmul(h[(tokens.count - 1)...], w.T)[0]
-            let capped = architecture.finalLogitSoftcapping.map { tanh(logits / $0) * $0 } ?? logits
-            MLX.eval(capped)
-            return capped
-        }
+        let rows = try fixture.logits(from: tokens.count - 1)
+        let expected = rows[0]
         // The generator sums float32 numbers in another order than the reference.
         #expect(relativeError(logits, expected) < 1e-5)
         #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0?.count == tokens.count })
@@ -84,19 +73,13 @@ import Testing
         }
 
         @Test(arguments: [[1, 2, 3], [1]]) func whereAddressesRunOutNoMapIsHeld(_ prompt: [Int]) throws {
-            let copy = temporaryFolder()
-            defer { try? FileManager.default.removeItem(at: copy) }
-            let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
-            try FileManager.default.copyItem(at: source, to: copy)
+            let copy = try tiedBundle().copy()
             func text(refusing: Bool) throws -> (tokens: [Int], held: [Int]) {
                 let bundle = try ModelBundle(url: copy.resolvingSymlinksInPath())
                 let last = LastFile(bundle)
                 let areUsedUp: @Sendable () -> Bool = { last.isRefused && refusing }
                 return try Addresses.$areUsedUp.withValue(areUsedUp) {
-                    var (tokens, request) = ([Int](), Generator.Request(prompt: prompt))
-                    request.maxTokens = 4
-                    _ = try Generator(CachedModel(bundle)).generate(request) { tokens.append($0) }
-                    return (tokens, last.held)
+                    return (try Generator(CachedModel(bundle)).text(prompt, maxTokens: 4), last.held)
                 }
             }
             let (refused, plain) = (try text(refusing: true), try text(refusing: false))
@@ -107,9 +90,7 @@ import Testing
 
     @Test(arguments: cases) func textsWrittenTogetherAreTheSame(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
-        let adapters = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: adapters) }
-        try fixture.saveAdapters(to: adapters)
+        let adapters = try fixture.saveAdapters()
         let generator = try Generator(fixture.bundle, adapters: [.init(adapters)])
         let requests = (0..<7).map { i in
             var request = Generator.Request(prompt: Array(1...3 + 2 * min(i, 4)))
@@ -150,24 +131,9 @@ import Testing
         var cache = PromptCache()
         var said = Array(tokens.prefix(5))
         let isRecurrent = fixture.bundle.architecture.isRecurrent
-        func say(_ prompt: [Int], stopAt block: Int = .max) throws -> (text: [Int], read: Int) {
-            var request = Generator.Request(prompt: prompt)
-            request.maxTokens = 3
-            var (text, read) = ([Int](), 0)
-            func atBlock() throws {
-                if read == block { throw CancellationError() }
-                read += 1
-            }
-            try generator.generate(request, continuing: &cache, atBlock: atBlock) { text.append($0) }
-            return (text, read)
-        }
         func check(_ prompt: [Int], known: Int) throws {
-            let (text, read) = try say(prompt)
-            var uncached = [Int]()
-            var request = Generator.Request(prompt: prompt)
-            request.maxTokens = 3
-            try whole.generate(request) { uncached.append($0) }
-            #expect(text == uncached)
+            let (text, read) = try generator.text(prompt, maxTokens: 3, continuing: &cache)
+            #expect(try text == whole.text(prompt, maxTokens: 3))
             #expect(read == (prompt.count - known + 2) * fixture.layers)
             #expect(cache.tokens == prompt + text.dropLast())
             said = prompt + text
@@ -178,7 +144,13 @@ import Testing
         try check(Array(said.prefix(7)) + tokens[8..<10], known: isRecurrent ? 0 : 7)
         try check(Array(said.prefix(5)), known: isRecurrent ? 0 : 4)
 
-        _ = try say(said + tokens[5..<8], stopAt: 2 * fixture.layers + 1)
+        var left = 2 * fixture.layers + 1
+        let stop = {
+            if left == 0 { throw CancellationError() }
+            left -= 1
+        }
+        let request = Generator.Request(said + tokens[5..<8], maxTokens: 3)
+        try generator.generate(request, continuing: &cache, atBlock: stop) { _ in }
         #expect(cache.tokens == said + tokens[5..<6])
         try check(said + tokens[5..<8], known: isRecurrent ? 0 : said.count + 1)
     }
@@ -188,12 +160,7 @@ import Testing
         let fixture = try Fixture(folder, "gradients")
         let generator = Generator(try CachedModel(fixture.bundle, chunk: chunk))
         let whole = try Generator(fixture.bundle)
-        func text(_ prompt: [Int], _ write: (Generator.Request, (Int) -> Void) throws -> Void) rethrows -> [Int] {
-            var (request, text) = (Generator.Request(prompt: prompt), [Int]())
-            request.maxTokens = 3
-            try write(request) { text.append($0) }
-            return text
-        }
+
         var cache = PromptCache()
         let prompt = Array(1...30)
         let mark = prompt.count - PromptCache.opening
@@ -203,15 +170,14 @@ import Testing
         ] {
             var started = cache
             #expect(started.begin(next) == next[known...])
-            let ours = try text(next) { try generator.generate($0, continuing: &cache, onToken: $1) }
-            let uncached = try text(next) { try whole.generate($0, onToken: $1) }
-            #expect(ours == uncached)
+            let ours = try generator.text(next, maxTokens: 3, continuing: &cache).text
+            #expect(try ours == whole.text(next, maxTokens: 3))
             #expect(cache.tokens == next + ours.dropLast())
         }
         // A cache above its limit keeps only the tokens up to the mark, or nothing.
         for (limit, kept) in [(cache.size - 1, mark), (0, 0)] {
             var small = PromptCache(limit: limit)
-            _ = try text(prompt) { try generator.generate($0, continuing: &small, onToken: $1) }
+            _ = try generator.text(prompt, maxTokens: 3, continuing: &small)
             #expect(small.tokens.count == kept && small.size <= limit)
         }
     }
@@ -222,10 +188,8 @@ import Testing
         guard case .attention(let mixer) = fixture.bundle.architecture.mixers[0] else { return }
         let token = 2 * 4 * mixer.keyValueWidth * fixture.layers
         var cache = PromptCache(limit: 6 * token + 1)
-        var request = Generator.Request(prompt: Array(1...5))
-        request.maxTokens = 4
-        var text = [Int]()
-        try generator.generate(request, continuing: &cache) { text.append($0) }
+        let request = Generator.Request(Array(1...5), maxTokens: 4)
+        let text = try generator.text(request.prompt, maxTokens: 4, continuing: &cache).text
         #expect(cache.tokens == request.prompt + text.prefix(1) && cache.size == 6 * token)
 
         var (stopped, blocks) = (PromptCache(limit: 0), 0)
@@ -263,9 +227,7 @@ import Testing
 
     @Test(arguments: cases, ["", "peft"]) func adaptersRoundTrip(_ folder: URL, _ format: String) throws {
         let fixture = try Fixture(folder, "gradients")
-        let adapters = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: adapters) }
-        try fixture.saveAdapters(to: adapters)
+        let adapters = try fixture.saveAdapters()
         let loaded = try loadAdapters(
             from: adapters.appendingPathComponent(format), architecture: fixture.bundle.architecture)
         #expect(loaded.rank == Int(try fixture.number("rank")))
@@ -291,7 +253,6 @@ import Testing
         let some = all.filter { ["q", "qkv", "gate", "down", "out"].contains($0.shortName) }
         for (blocks, modules) in [(0..<last + 1, all), (last..<last + 1, some)] {
             let adapters = temporaryFolder()
-            defer { try? FileManager.default.removeItem(at: adapters) }
             let trained = layouts(modules)
             try saveAdapterFolder(
                 architecture, rank: 3, blocks: blocks, modules: modules, scale: 2, model: "a model",
@@ -319,11 +280,9 @@ import Testing
 
     @Test(arguments: ["", "peft"]) func whatWasNotTrainedIsNotWritten(_ format: String) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
-        let adapters = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: adapters) }
         let last = fixture.layers - 1
         let modules = fixture.bundle.architecture.modules.filter { ["q", "down"].contains($0.shortName) }
-        try fixture.saveAdapters(blocks: last..<fixture.layers, modules: modules, to: adapters)
+        let adapters = try fixture.saveAdapters(blocks: last..<fixture.layers, modules: modules)
         let loaded = try loadAdapters(
             from: adapters.appendingPathComponent(format), architecture: fixture.bundle.architecture)
         for (block, vector) in loaded.lora.enumerated() {
@@ -336,23 +295,6 @@ import Testing
                 #expect(ours.a.arrayEqual(trained ? saved.a : MLXArray.zeros(saved.a.shape)).item(Bool.self))
                 #expect(ours.b.arrayEqual(trained ? saved.b : MLXArray.zeros(saved.b.shape)).item(Bool.self))
             }
-        }
-    }
-
-}
-
-extension Fixture {
-    fileprivate func saveAdapters(
-        blocks: Range<Int>? = nil, modules: [Module]? = nil, to folder: URL
-    ) throws {
-        let rank = try number("rank")
-        let modules = modules ?? bundle.architecture.modules
-        try saveAdapterFolder(
-            bundle.architecture, rank: Int(rank), blocks: blocks ?? 0..<layers, modules: modules,
-            scale: try number("alpha") / rank, model: bundle.manifest.model.id, to: folder
-        ) {
-            let layout = LoRALayout(block: bundle.architecture.block($0), rank: Int(rank), modules: modules)
-            return layout.part(of: try array("lora.\($0)"))
         }
     }
 }

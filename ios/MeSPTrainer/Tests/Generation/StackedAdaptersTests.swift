@@ -11,8 +11,6 @@ import Testing
     private static let cases = Fixture.cases
     private let folder = temporaryFolder()
 
-    deinit { try? FileManager.default.removeItem(at: folder) }
-
     private func adapters(
         _ name: String, of fixture: Fixture, rank: Int, scale: Float = 2, modules: [Module]? = nil, last: Int? = nil
     ) throws -> URL {
@@ -33,16 +31,8 @@ import Testing
         return try model.bundle.withDevice { try Generator(model).logits(cache.begin(tokens), &cache) {} }
     }
 
-    private func text(_ generator: Generator, _ prompt: [Int], _ cache: inout PromptCache) throws -> [Int] {
-        var (request, text) = (Generator.Request(prompt: prompt), [Int]())
-        request.maxTokens = 6
-        try generator.generate(request, continuing: &cache) { text.append($0) }
-        return text
-    }
-
     private func text(_ generator: Generator, _ prompt: [Int]) throws -> [Int] {
-        var cache = PromptCache()
-        return try text(generator, prompt, &cache)
+        try generator.text(prompt, maxTokens: 6)
     }
 
     /// Three adapters of different rank, scale, format, modules and blocks give the same result as one adapter of full rank. Its A B is the sum of
@@ -95,38 +85,6 @@ import Testing
         return LoadedAdapters(rank: rank, scale: 1, lora: lora, layouts: layouts)
     }
 
-    @Test(arguments: cases) func eachProductIsThatWithTheFusedMatrix(_ place: URL) throws {
-        let fixture = try Fixture(place, "gradients")
-        let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)
-        let stack = [
-            WeightedAdapters(try adapters("first", of: fixture, rank: 3), weight: 0.7),
-            .init(try adapters("second", of: fixture, rank: 5), weight: 0.3),
-        ]
-        try bundle.withDevice {
-            let parts = try stack.map { ($0.weight, try loadAdapters(from: $0.folder, architecture: architecture)) }
-            let joined = try #require(try loadAdapters(stack, architecture: architecture, dora: bundle.readScaled))
-            #expect(joined.rank == 8 && joined.scale == 1)
-            for index in architecture.layers.indices {
-                try bundle.withBlock(index) { weights in
-                    let block = Block(
-                        weights: weights, lora: joined.lora[index], layout: joined.layouts[index], scale: joined.scale,
-                        schedule: Schedule(bundle.processor))
-                    for projection in weights.shape.modules.flatMap(\.projections) {
-                        let layer = block.layer(projection)
-                        let x = MLXRandom.normal([9, weights.shape.dimensions(projection).inputs])
-                        var w = layer.weight.inFloat32.T
-                        for (weight, its) in parts {
-                            let lora = try #require(its.layouts[index].matrices(projection, in: its.lora[index]))
-                            w = w + matmul(lora.a, lora.b) * (weight * its.scale)
-                        }
-                        let expected = matmul(x, w) + (layer.bias ?? MLXArray(0 as Float))
-                        #expect(relativeError(layer(x), expected) < 1e-5, "block \(index), \(projection)")
-                    }
-                }
-            }
-        }
-    }
-
     @Test(arguments: cases) func oneOfWeightOneIsAsItIsAndOneOfWeightZeroIsLeftOut(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
         let bundle = fixture.bundle
@@ -175,12 +133,8 @@ import Testing
         var generator = Generator(try CachedModel(fixture.bundle, chunk: 1))
         var (cache, prompt) = (PromptCache(), Array(1...20))
         func check(_ selection: [WeightedAdapters], known: Int) throws {
-            var (request, text, blocks) = (Generator.Request(prompt: prompt), [Int](), 0)
-            request.maxTokens = 3
-            try generator.generate(request, continuing: &cache, atBlock: { blocks += 1 }, onToken: { text.append($0) })
-            var alone = [Int]()
-            try Generator(fixture.bundle, adapters: selection).generate(request) { alone.append($0) }
-            #expect(text == alone)
+            let (text, blocks) = try generator.text(prompt, maxTokens: 3, continuing: &cache)
+            #expect(try text == Generator(fixture.bundle, adapters: selection).text(prompt, maxTokens: 3))
             #expect(blocks == (prompt.count - known + 2) * fixture.layers)
             prompt += text
         }
@@ -223,8 +177,7 @@ import Testing
 
     @Test func whatDoesNotFitIsSaid() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
-        let other = try Fixture(
-            try #require(Self.cases.first { $0.lastPathComponent == "qwen3_5" }), "gradients")
+        let other = try Fixture(try #require(Self.cases.first { $0.lastPathComponent == "qwen3_5" }), "gradients")
         let (ours, theirs) = (try adapters("ours", of: fixture, rank: 2), try adapters("theirs", of: other, rank: 2))
         func said(_ adapters: [WeightedAdapters]) -> String {
             message { _ = try Generator(fixture.bundle, adapters: adapters) }

@@ -92,15 +92,13 @@ import Testing
 
     @Test func aRunBeginsWithoutAPreference() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
-        let trainer = try trainer(fixture, .dpo)
-        let result = try PreferenceBatch(answers(fixture), .dpo).evaluated(trainer)
+        let result = try PreferenceBatch(answers(fixture), .dpo).evaluated(trainer(fixture, .dpo))
         #expect(abs(result.loss - log(2)) < 1e-6 && result.margin == 0 && result.kl == 0)
     }
 
     @Test func theReferenceHasTheFrozenA() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let folder = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: folder) }
         try fixture.bundle.withDevice {
             let whole = try trainer(fixture, .dpo)
             try fixture.restore(whole)
@@ -161,8 +159,7 @@ import Testing
     // MARK: - Runs
 
     private func data(inPairs: Bool, count: Int = 12) throws -> URL {
-        let folder = temporaryFolder()
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let folder = newFolder()
         let length = 20
         let tokens = (0..<count * length).map { index -> UInt32 in UInt32((index * 31 + index / length) % 200) }
         let bounds = (0..<count).flatMap { index -> [UInt32] in [UInt32(index * length), UInt32(length - index % 3)] }
@@ -187,21 +184,15 @@ import Testing
         return settings
     }
 
-    private func records(_ folder: URL) throws -> [[String: Any]] {
-        try String(contentsOf: folder.appendingPathComponent("metrics.jsonl"), encoding: .utf8).split(separator: "\n")
-            .map { try #require(try JSONSerialization.jsonObject(with: Data($0.utf8)) as? [String: Any]) }
-    }
-
     @Test(arguments: Objective.allCases)
     func runsAndResumes(_ objective: Objective) throws {
         let (data, whole, parts) = (try data(inPairs: objective.takesPairs), temporaryFolder(), temporaryFolder())
-        defer { for folder in [data, whole, parts] { try? FileManager.default.removeItem(at: folder) } }
         try Run.run(try settings(whole, objective, data: data))
-        let steps = try records(whole).filter { $0["type"] as? String == "step" }
+        let steps = try logRecords(whole, "step")
         #expect(steps.count == 6)
         #expect(steps.allSatisfy { $0["margin"] is Double && $0["accuracy"] is Double })
         #expect(steps.allSatisfy { ($0["kl"] is Double) == objective.hasReference })
-        let held = try records(whole).filter { $0["type"] as? String == "eval" }.compactMap { $0["loss"] as? Double }
+        let held = try logRecords(whole, "eval").compactMap { $0["loss"] as? Double }
         #expect(held.count == 2 && held[1] < held[0], "the held-out data is what it trained on")
 
         var stopped = try settings(parts, objective, data: data)
@@ -212,7 +203,7 @@ import Testing
         stopped.resume = true
         try Run.run(stopped)
         func losses(_ folder: URL) throws -> [Double] {
-            try records(folder).filter { $0["type"] as? String == "step" }.compactMap { $0["loss"] as? Double }
+            try logRecords(folder, "step").compactMap { $0["loss"] as? Double }
         }
         #expect(try losses(parts) == losses(whole))
         #expect(
@@ -221,18 +212,15 @@ import Testing
 
     @Test func aSingleAnswerIsNotHeldOut() throws {
         let (few, many, output) = (try data(inPairs: false, count: 1), try data(inPairs: false), temporaryFolder())
-        defer { for folder in [few, many, output] { try? FileManager.default.removeItem(at: folder) } }
-        #expect(
-            message { try Run.run(try settings(output, .kto, data: few)) }.contains("data has a single answer"))
+        #expect(message { try Run.run(try settings(output, .kto, data: few)) }.contains("data has a single answer"))
         var one = try settings(output, .kto, data: many)
         one.valBatches = 1
         #expect(message { try Run.run(one) } == "val_batches must be 0, or at least 2 with kto.")
-        #expect(!FileManager.default.fileExists(atPath: output.path))
+        #expect(!output.exists)
     }
 
     @Test func dataAndObjectiveBelongTogether() throws {
         let (pairs, single, output) = (try data(inPairs: true), try data(inPairs: false), temporaryFolder())
-        defer { for folder in [pairs, single, output] { try? FileManager.default.removeItem(at: folder) } }
         func refusal(_ objective: Objective?, _ data: URL?) -> String {
             message {
                 var settings = try settings(output, objective, data: data ?? pairs)
@@ -247,7 +235,7 @@ import Testing
         var alone = try settings(output, .kto, data: single)
         alone.batchSize = 1
         #expect(message { try Run.run(alone) }.contains("batch_size"))
-        #expect(!FileManager.default.fileExists(atPath: output.path))
+        #expect(!output.exists)
         try Data([3, 3] + [UInt8](repeating: 2, count: 10)).write(to: pairs.appendingPathComponent("labels.bin"))
         #expect(refusal(.dpo, pairs).contains("labels"))
     }

@@ -7,34 +7,25 @@ import Testing
 @testable import MeSPFiles
 
 @Suite(.serialized) struct ReliabilityTests {
-    private func records(_ folder: URL, _ type: String) throws -> [[String: Any]] {
-        try String(contentsOf: LogWriter.url(in: folder), encoding: .utf8).split(separator: "\n")
-            .compactMap { try JSONSerialization.jsonObject(with: Data($0.utf8)) as? [String: Any] }
-            .filter { $0["type"] as? String == type }
-    }
+    private let output = temporaryFolder()
+    private let whole = temporaryFolder()
 
     @Test func aSavedStateIsLeftOutOfBackupsBeforeItHasABit() throws {
-        final class Seen: @unchecked Sendable {
-            var files = [(name: String, size: Int, isInPlace: Bool)]()
-        }
-        let folder = temporaryFolder()
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        defer { try? FileManager.default.removeItem(at: folder) }
+        let folder = newFolder()
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let plan = Plan(tileBytes: 1 << 20)
         let trainer = try fixture.trainer(.mesp, plan: plan)
-        let seen = Seen()
+        let seen = Locked([(name: String, size: Int, isInPlace: Bool)]())
         let state = SavedState(
             step: 1, plan: plan, settings: trainer.model.settings, sources: SavedState.Sources(weights: "", data: [:]))
         let look: @Sendable (URL, StoragePolicy) -> Void = { url, policy in
             #expect(policy == .state)
             let size = (try? FileManager.default.attributesOfItem(atPath: url.path))?[.size] as? Int
-            let place = folder.appendingPathComponent("state.safetensors").path
-            seen.files.append((url.lastPathComponent, size ?? -1, FileManager.default.fileExists(atPath: place)))
+            seen.change { $0.append((url.lastPathComponent, size ?? -1, SavedState.url(in: folder).exists)) }
         }
         try StoragePolicy.$set.withValue(look) { try state.save(trainer, in: folder) }
-        #expect(seen.files.map(\.name) == ["state.safetensors.partial"])
-        #expect(seen.files.first?.size == 0 && seen.files.first?.isInPlace == false)
+        #expect(seen.value.map(\.name) == ["state.safetensors.partial"])
+        #expect(seen.value.first?.size == 0 && seen.value.first?.isInPlace == false)
     }
 
     @Test(arguments: [false, true], [1, 2])
@@ -53,13 +44,9 @@ import Testing
             vectors["lora.0"] = try #require(vectors["lora.0"]) * Float.nan
             try SavedState.restore(trainer) { vectors[$0] }
         }
-        do {
-            _ = try takeStep(
-                trainer, [SequenceLoss(Array(repeating: try fixture.example(), count: sequences))], number: 0)
-            Issue.record("the step went through")
-        } catch let error as NotFinite {
-            #expect(error.what == "The gradient of model.layers.0.self_attn.q_proj.lora_a")
-        }
+        let loss = SequenceLoss(Array(repeating: try fixture.example(), count: sequences))
+        let error = #expect(throws: NotFinite.self) { _ = try takeStep(trainer, [loss], number: 0) }
+        #expect(error?.what == "The gradient of model.layers.0.self_attn.q_proj.lora_a")
         let changed = try SavedState.vectors(of: trainer).filter { name, vector in
             start[name].map { !$0.arrayEqual(vector).item(Bool.self) } ?? true
         }
@@ -85,7 +72,6 @@ import Testing
     /// Only whole pages are mapped. MLX would silently copy other memory.
     @Test func wholePagesAreMapped() throws {
         let url = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: url) }
         try Data(count: 3 * mappingUnit).write(to: url)
         let file = open(url.path, O_RDONLY)
         defer { close(file) }
@@ -107,28 +93,20 @@ import Testing
     }
 
     @Test func badStepsAreLeftOut() throws {
-        let (skipping, once) = (temporaryFolder(), temporaryFolder())
-        defer { for folder in [skipping, once] { try? FileManager.default.removeItem(at: folder) } }
-        func adapters(_ folder: URL) throws -> [String: MLXArray] {
-            try loadArrays(url: folder.appendingPathComponent("adapters/adapters.safetensors"))
-        }
-        var settings = try RunSettings.ofATest(skipping)
+        var settings = try RunSettings.ofATest(output)
         (settings.learningRate, settings.skipBadSteps, settings.saveEvery) = (1e30, true, 1)
         try Run.run(settings)
-        let events = try records(skipping, "event")
+        let events = try logRecords(output, "event")
         #expect(events.compactMap { $0["event"] as? String } == Array(repeating: "skipped_step", count: 5))
         #expect(events.allSatisfy { ($0["message"] as? String ?? "").contains("block") }, "\(events)")
-        #expect(try records(skipping, "end").first?["reason"] as? String == "finished")
+        #expect(try logRecords(output, "end").first?["reason"] as? String == "finished")
 
-        (settings.output, settings.steps) = (once.path, 1)
+        (settings.output, settings.steps) = (whole.path, 1)
         try Run.run(settings)
-        let (ours, expected) = (try adapters(skipping), try adapters(once))
-        for (name, array) in expected { #expect(ours[name]?.arrayEqual(array).item(Bool.self) == true, "\(name)") }
+        expectEqual(try adapterArrays(of: output), try adapterArrays(of: whole))
     }
 
     @Test func aBadLossNamesItsBlockAndLeavesTheLastState() throws {
-        let output = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: output) }
         var settings = try RunSettings.ofATest(output)
         (settings.learningRate, settings.saveEvery) = (1e30, 1)
         let sentence = message { try Run.run(settings) }
@@ -139,8 +117,6 @@ import Testing
     }
 
     @Test func aCheaperPlanIsTakenAndKept() throws {
-        let (whole, parts) = (temporaryFolder(), temporaryFolder())
-        defer { for folder in [whole, parts] { try? FileManager.default.removeItem(at: folder) } }
         func run(_ output: URL, until last: Int, resume: Bool = false) throws {
             var settings = try RunSettings.ofATest(output)
             (settings.memoryLimitMb, settings.resume, settings.optimizer) = (1e6, resume, .adamw)
@@ -158,34 +134,30 @@ import Testing
                 })
         }
         try run(whole, until: 6)
-        try run(parts, until: 4)
-        try run(parts, until: 6, resume: true)
+        try run(output, until: 4)
+        try run(output, until: 6, resume: true)
 
-        let plans = try records(whole, "plan").compactMap { $0["kept_blocks"] as? Int }
+        let plans = try logRecords(whole, "plan").compactMap { $0["kept_blocks"] as? Int }
         #expect(plans.count == 2 && plans[1] == plans[0] - 1)
-        #expect(try records(whole, "event").first?["event"] as? String == "cheaper_plan")
-        #expect(try records(parts, "plan").compactMap { $0["kept_blocks"] as? Int } == plans)
-        let losses = try records(whole, "step").compactMap { $0["loss"] as? Double }
-        #expect(try records(parts, "step").compactMap { $0["loss"] as? Double } == losses)
+        #expect(try logRecords(whole, "event").first?["event"] as? String == "cheaper_plan")
+        #expect(try logRecords(output, "plan").compactMap { $0["kept_blocks"] as? Int } == plans)
+        let losses = try logRecords(whole, "step").compactMap { $0["loss"] as? Double }
+        #expect(try logRecords(output, "step").compactMap { $0["loss"] as? Double } == losses)
         #expect(losses.count == 6)
     }
 
     @Test func withoutACheaperPlanTheRunIsSavedAndEnds() throws {
-        let output = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: output) }
         var settings = try RunSettings.ofATest(output)
         (settings.steps, settings.saveEvery) = (50, 0)
         let sentence = message { try Run.run(settings, memoryIsShort: { true }) }
         #expect(sentence.contains("no plan takes less") && sentence.contains("resume"), "\(sentence)")
         let saved = try #require(try SavedState.load(from: output, settings))
         #expect(saved.plan?.offload == .all)
-        #expect(try records(output, "step").count == saved.state.step)
-        #expect(try records(output, "end").last?["reason"] as? String == "failed")
+        #expect(try logRecords(output, "step").count == saved.state.step)
+        #expect(try logRecords(output, "end").last?["reason"] as? String == "failed")
     }
 
     @Test func aboveTheBudgetACheaperPlanIsTaken() throws {
-        let output = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: output) }
         var settings = try RunSettings.ofATest(output)
         let manifest = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).manifest
         settings.memoryLimitMb = Double(Planner(manifest, settings).leastPeak) / 1e6 + 1
@@ -194,7 +166,7 @@ import Testing
         MLX.eval(ballast)
         let sentence = withExtendedLifetime(ballast) { message { try Run.run(settings) } }
         #expect(sentence.contains("more than the memory limit, and no plan takes less memory"), "\(sentence)")
-        #expect(try records(output, "event").contains { $0["event"] as? String == "cheaper_plan" })
+        #expect(try logRecords(output, "event").contains { $0["event"] as? String == "cheaper_plan" })
     }
 
     @Test func thePlannerHeedsTheSystem() throws {

@@ -121,15 +121,9 @@ import Testing
             ($0.freezeA, $0.projections, $0.loraDtype) = (true, ["q", "down"], dtype)
             ($0.optimizer, $0.learningRate, $0.weightDecay) = (.adamw8bit, 0.1, 0.5)
         }
-        func vectors() throws -> [LoRAMatrices] {
-            try trainer.model.trained.flatMap { block in
-                let (layout, vector) = (trainer.model.layouts[block], try trainer.model.parameters(block))
-                return layout.modules.map { layout.matrices($0, in: vector) }
-            }
-        }
-        let before = try vectors()
+        let before = try trainer.model.matrices()
         for number in 0..<2 { _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: number) }
-        let after = try vectors()
+        let after = try trainer.model.matrices()
         #expect(before.count == 2 * fixture.layers)
         for (before, after) in zip(before, after) {
             #expect(after.a.arrayEqual(before.a).item(Bool.self))
@@ -147,14 +141,9 @@ import Testing
                     ($0.optimizer, $0.learningRate, $0.weightDecay) = (optimizer, rate, 0.5)
                     ($0.loraplusLrRatio, $0.momentum) = (ratio, optimizer == .sgd ? 0.9 : 0)
                 }
-                for (block, layout) in trainer.model.layouts.enumerated() {
-                    try trainer.model.lora.write(layout.part(of: try fixture.array("lora.\(block)")), block)
-                }
+                try fixture.restoreParts(trainer)
                 _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: 0)
-                return try trainer.model.trained.flatMap { block in
-                    let (layout, vector) = (trainer.model.layouts[block], try trainer.model.parameters(block))
-                    return layout.modules.map { layout.matrices($0, in: vector) }
-                }
+                return try trainer.model.matrices()
             }
             let rate: Float = method == .mezo ? 1e-5 : 1e-3
             let found = try matrices(rate: rate, ratio: 16)

@@ -4,6 +4,7 @@ import Testing
 
 @testable import MeSPAdapters
 @testable import MeSPBundle
+@testable import MeSPControl
 @testable import MeSPCore
 
 @Suite(.serialized) struct TrainerTests {
@@ -18,38 +19,14 @@ import Testing
         let fixture = try Fixture(folder, "gradients")
         for method in fixture.exactMethods {
             let trainer = try fixture.trainer(method)
-            var gradients = [Int: MLXArray]()
-            let loss = try fixture.backpropagate(trainer) { gradients[$0] = $1 }
-
-            #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < tolerance)
-            for (block, gradient) in gradients {
-                let expected = try fixture.array("grad.\(block)")
-                let layout = trainer.model.layouts[block]
-                for module in layout.modules {
-                    let ours = layout.matrices(module, in: gradient)
-                    let reference = layout.matrices(module, in: expected)
-                    let name = "\(method) block \(block) \(module.name)"
-                    #expect(relativeError(ours.a, reference.a) < tolerance, "\(name).A")
-                    #expect(relativeError(ours.b, reference.b) < tolerance, "\(name).B")
-                }
-            }
-            #expect(gradients.count == fixture.layers)
+            try fixture.expectEqual(fixture.gradients(trainer), trainer, "\(method)")
         }
     }
 
     @Test(arguments: Fixture.cases) func gradientsAreTheSameWithPlainProducts(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
-        func gradients() throws -> (loss: Float, [Int: MLXArray]) {
-            var gradients = [Int: MLXArray]()
-            let loss = try fixture.backpropagate(fixture.trainer(.mesp)) { gradients[$0] = $1 }
-            return (loss, gradients)
-        }
-        let (loss, ours) = try gradients()
-        let (plainLoss, plain) = try Processor.$cpu.withValue(.plainCPU) { try gradients() }
-        #expect(abs(loss - plainLoss) < 1e-5 * abs(loss))
-        for (block, gradient) in ours {
-            #expect(relativeError(gradient, try #require(plain[block])) < tolerance, "block \(block)")
-        }
+        func gradients() throws -> Gradients { try fixture.gradients(fixture.trainer(.mesp)) }
+        try Processor.$cpu.withValue(.plainCPU) { try gradients() }.expectEqual(gradients())
     }
 
     /// Computing in bfloat16 adds little to the error of storing arrays in bfloat16. The fixture's `floor` holds the gradients with this storage and
@@ -60,24 +37,7 @@ import Testing
         let fixture = try Fixture(folder, "gradients")
         let bar: Float = folder.lastPathComponent.hasPrefix("wide") ? 1.25 : 4
         for method in fixture.exactMethods {
-            let trainer = try fixture.trainer(method)
-            let loss = try fixture.backpropagate(trainer) { block, gradient in
-                let layout = trainer.model.layouts[block]
-                let (exact, floor) = (try fixture.array("grad.\(block)"), try fixture.array("floor.\(block)"))
-                for module in layout.modules {
-                    let (ours, exact, floor) = (
-                        layout.matrices(module, in: gradient), layout.matrices(module, in: exact),
-                        layout.matrices(module, in: floor)
-                    )
-                    for (name, matrix) in [("A", \LoRAMatrices.a), ("B", \.b)] {
-                        let error = relativeError(ours[keyPath: matrix], exact[keyPath: matrix])
-                        let least = relativeError(floor[keyPath: matrix], exact[keyPath: matrix])
-                        #expect(
-                            error <= bar * least,
-                            "\(method) block \(block) \(module.name).\(name): \(error), floor \(least)")
-                    }
-                }
-            }
+            let loss = try fixture.expectRounded(fixture.trainer(method), "\(method)") { _ in bar }
             #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < 2e-3)
         }
     }
@@ -120,51 +80,27 @@ import Testing
         arguments: Fixture.cases.filter { ["tied-32", "gemma3", "qwen3_5", "lfm2_moe"].contains($0.lastPathComponent) })
     func aRunOnACPUNeedsNoFunctions(_ folder: URL) throws {
         let bare = try copyWithoutFunctions(folder.appendingPathComponent("bundle.mesp"))
-        let output = temporaryFolder()
-        defer { for folder in [bare, output] { try? FileManager.default.removeItem(at: folder) } }
-        let losses = try [folder.appendingPathComponent("bundle.mesp"), bare].map { bundle in
-            let manifest = try ModelBundle(url: bundle).manifest
-            var settings = RunSettings(bundle: bundle.path, output: output.path)
-            settings.usePaperUpdate()
-            (settings.seqLen, settings.rank) = (try #require(manifest.seqLens.max()), manifest.ranks[0])
-            (settings.steps, settings.learningRate, settings.valBatches) = (2, 0.1, 2)
-            var losses = [Float]()
-            try Run.run(
-                settings,
-                report: { record, _ in
-                    if case .step(let step) = record { losses.append(step.loss) }
-                })
-            try FileManager.default.removeItem(at: output)
-            return losses
+        let losses = try [folder.appendingPathComponent("bundle.mesp"), bare].map { (bundle: URL) in
+            let output = temporaryFolder()
+            var settings = try RunSettings.ofATest(output, bundle: bundle)
+            (settings.steps, settings.valBatches) = (2, 2)
+            try Run.run(settings)
+            return try LogSummary(folder: output).steps.map(\.loss)
         }
         #expect(losses[0].count == 2 && losses[0] == losses[1], "\(losses)")
     }
 
     @Test(arguments: Fixture.cases) func aGPUTrainsWithoutFunctions(_ folder: URL) throws {
         let url = try copyWithoutFunctions(folder.appendingPathComponent("bundle.mesp"))
-        defer { try? FileManager.default.removeItem(at: url) }
         let fixture = try Fixture(folder, "gradients")
         let bare = try Fixture(folder, "gradients", bundle: url, onGPU: true)
-        func backpropagate(_ fixture: Fixture, _ method: GradientMethod) throws -> (Float, [Int: MLXArray]) {
-            var gradients = [Int: MLXArray]()
-            let loss = try fixture.backpropagate(fixture.trainer(method, plan: Plan(tileBytes: 1 << 12))) {
-                gradients[$0] = $1
-            }
-            return (loss, gradients)
+        func gradients(_ fixture: Fixture, _ method: GradientMethod) throws -> Gradients {
+            try fixture.gradients(fixture.trainer(method, plan: Plan(tileBytes: 1 << 12)))
         }
-        let (loss, gradients) = try backpropagate(bare, .mesp)
-        #expect(gradients.count == fixture.layers)
-        #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < tolerance)
-        for (block, gradient) in gradients {
-            #expect(relativeError(gradient, try fixture.array("grad.\(block)")) < tolerance, "block \(block)")
-        }
-        for method in fixture.exactMethods {
-            let (with, expected) = try backpropagate(fixture, method)
-            #expect(abs(loss - with) < 1e-5 * abs(with), "\(method)")
-            for (block, gradient) in gradients {
-                #expect(relativeError(gradient, try #require(expected[block])) < tolerance, "\(method), block \(block)")
-            }
-        }
+        let ours = try gradients(bare, .mesp)
+        #expect(ours.blocks.count == fixture.layers)
+        try ours.expectEqual(fixture.expected(), loss: tolerance)
+        for method in fixture.exactMethods { try ours.expectEqual(gradients(fixture, method), "\(method)") }
         var settings = try bare.trainer(.mesp).model.settings
         settings.method = .mebp
         let sentence = message { try bare.bundle.manifest.check(settings) }
@@ -173,9 +109,7 @@ import Testing
             return
         }
         #expect(sentence.isEmpty)
-        for (block, gradient) in try backpropagate(bare, .mebp).1 {
-            #expect(relativeError(gradient, try fixture.array("grad.\(block)")) < tolerance, "MeBP, block \(block)")
-        }
+        try gradients(bare, .mebp).expectEqual(fixture.expected(), loss: tolerance, "MeBP")
     }
 
     @Test(arguments: Fixture.cases) func everyPlanGivesTheSameGradients(_ folder: URL) throws {
@@ -192,11 +126,7 @@ import Testing
         }
         for plan in plans {
             let trainer = try fixture.trainer(.mesp, plan: plan)
-            let loss = try fixture.backpropagate(trainer) { block, gradient in
-                let error = relativeError(gradient, try fixture.array("grad.\(block)"))
-                #expect(error < tolerance, "block \(block), \(plan)")
-            }
-            #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < 1e-5, "\(plan)")
+            try fixture.gradients(trainer).expectEqual(fixture.expected(), "\(plan)")
             #expect((trainer.writtenBytes > 0) == (plan.offload != .none))
         }
     }
@@ -206,14 +136,8 @@ import Testing
         let plan = tokens == 2 ? Plan(tileBytes: 1 << 10) : Plan(tileBytes: 1 << 20, keptBlocks: fixture.layers)
         func compare() throws {
             let architecture = fixture.bundle.architecture
-            #expect(
-                Schedule.mixerTokens(architecture, fixture.length, .cpu) <= tokens || !architecture.owners.isEmpty)
-            let trainer = try fixture.trainer(.mesp, plan: plan)
-            let loss = try fixture.backpropagate(trainer) { block, gradient in
-                let error = relativeError(gradient, try fixture.array("grad.\(block)"))
-                #expect(error < tolerance, "block \(block)")
-            }
-            #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < 1e-5)
+            #expect(Schedule.mixerTokens(architecture, fixture.length, .cpu) <= tokens || !architecture.owners.isEmpty)
+            try fixture.gradients(fixture.trainer(.mesp, plan: plan)).expectEqual(fixture.expected())
         }
         try Schedule.$segmentTokens.withValue(tokens) {
             try compare()
@@ -225,15 +149,11 @@ import Testing
 
     @Test(arguments: Fixture.cases) func lossesOfTrainingEqualTheReference(_ folder: URL) throws {
         let fixture = try Fixture(folder, "losses")
-        let stream = try #require(try fixture.bundle.tokens("train")).sequences(lengths: [fixture.length])
         for method in fixture.exactMethods + [.mezo] {
             let rate = try fixture.number(method == .mezo ? "mezo_learning_rate" : "learning_rate")
             let trainer = try fixture.trainer(method) { $0.learningRate = rate }
             let expected = try fixture.array(method.rawValue).asArray(Float.self)
-            for (step, reference) in expected.enumerated() {
-                let loss = try takeStep(trainer, [SequenceLoss([stream.training(step, seed: 0)])], number: step).loss
-                #expect(abs(loss - reference) < tolerance * reference, "\(method) step \(step + 1)")
-            }
+            try fixture.expectLosses(expected, tolerance, "\(method)") { try takeStep(trainer, [$0], number: $1).loss }
         }
     }
 
@@ -397,10 +317,7 @@ import Testing
                 ($0.optimizer, $0.learningRate) = (.adamw, 1e-2)
                 ordered.change(&$0)
             }
-            for block in trainer.model.trained {
-                let lora = trainer.model.layouts[block].part(of: try fixture.array("lora.\(block)"))
-                try trainer.model.lora.write(lora.asType(trainer.model.settings.loraDtype.dtype), block)
-            }
+            try fixture.restoreParts(trainer)
             let each = ordered.sequences
             let results = try (0..<2).map { step in
                 let examples = (0..<each).map { number in
@@ -416,10 +333,8 @@ import Testing
         for (ours, norm) in zip(found.norms, expected.norms) {
             #expect((ours == nil) == (norm == nil) && abs((ours ?? 0) - (norm ?? 0)) <= 1e-6 * (norm ?? 0))
         }
-        #expect(found.vectors.keys == expected.vectors.keys)
-        for (name, vector) in expected.vectors {
-            #expect(found.vectors[name]?.arrayEqual(vector).item(Bool.self) == true, "\(name)")
-        }
+
+        expectEqual(found.vectors, expected.vectors)
     }
 
     @Test(arguments: [("untied-7", nil), ("untied-7", 1), ("qwen3_moe", nil)])
@@ -446,10 +361,7 @@ import Testing
     }
 
     @Test func aFileThatChangesWhileItIsMappedIsNoticed() throws {
-        let folder = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: folder) }
-        let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
-        try FileManager.default.copyItem(at: source, to: folder)
+        let folder = try tiedBundle().copy()
         let bundle = try ModelBundle(url: folder)
         bundle.maps.areKept = true
         for _ in 0..<2 { try bundle.withBlock(0) { _ in } }
@@ -561,16 +473,11 @@ import Testing
         #expect(parts.boundaries == whole.boundaries + tiles.count - 1)
         #expect(parts.waiting >= 1e-3 * Double(parts.boundaries))
         #expect(parts.loss == whole.loss)
-        for (name, vector) in whole.vectors {
-            #expect(parts.vectors[name]?.arrayEqual(vector).item(Bool.self) == true, "\(name)")
-        }
+        expectEqual(parts.vectors, whole.vectors)
     }
 
     @Test(arguments: [true, false]) func weightsStayMappedWhereThePlanSaysSo(_ keepsMaps: Bool) throws {
-        let copy = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: copy) }
-        try FileManager.default.copyItem(at: try #require(Fixture.tied), to: copy)
-        let fixture = try Fixture(copy, "gradients")
+        let fixture = try Fixture(try #require(Fixture.tied).copy(), "gradients")
         let trainer = try fixture.trainer(.mesp, plan: Plan(tileBytes: 1 << 20, keepsMaps: keepsMaps))
         let example = try fixture.example()
         for number in 0..<2 { _ = try takeStep(trainer, [SequenceLoss([example])], number: number) }
@@ -605,17 +512,11 @@ import Testing
     @Test(arguments: Fixture.cases.filter { !$0.lastPathComponent.contains("gpu") })
     func trainsInBFloat16(_ folder: URL) throws {
         let fixture = try Fixture(folder, "losses")
-        let stream = try #require(try fixture.bundle.tokens("train")).sequences(lengths: [fixture.length])
-        let rate = try fixture.number("learning_rate")
-        let expected = try fixture.array("mesp").asArray(Float.self)
+        let expected = try fixture.array("mesp").asArray(Float.self).prefix(20)
         let trainer = try fixture.trainer(.mesp) {
-            $0.learningRate = rate
-            $0.loraDtype = .bfloat16
+            ($0.learningRate, $0.loraDtype) = (try fixture.number("learning_rate"), .bfloat16)
         }
-        for (step, reference) in expected.prefix(20).enumerated() {
-            let loss = try takeStep(trainer, [SequenceLoss([stream.training(step, seed: 0)])], number: step).loss
-            // bfloat16 has 8 significant bits, so the adapters' outputs have a relative error of about 2⁻⁸.
-            #expect(abs(loss - reference) < 5e-3 * reference, "step \(step + 1)")
-        }
+        // bfloat16 has 8 significant bits, so the adapters' outputs have a relative error of about 2⁻⁸.
+        try fixture.expectLosses(Array(expected), 5e-3) { try takeStep(trainer, [$0], number: $1).loss }
     }
 }
