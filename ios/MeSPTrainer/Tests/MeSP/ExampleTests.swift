@@ -4,20 +4,15 @@ import MeSPControl
 import Testing
 
 @Suite(.serialized) @MainActor final class ExampleTests {
-    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private let folder = newFolder()
+
     private var adapters: URL { folder.appendingPathComponent("adapters") }
     private let conversations = Array(repeating: Conversation([.user("Hi"), .assistant("Good day")]), count: 4)
 
-    init() throws { try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true) }
-
-    deinit { try? FileManager.default.removeItem(at: folder) }
-
-    private func tuner(monitor: TestMonitor = TestMonitor()) async throws -> FineTuner {
-        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
-        return try await FineTuner(
-            bundle: bundle, tokenizer: ByteTokenizer(), folder: folder.appendingPathComponent("tuner"),
-            controller: RunController(monitor: monitor)
-        )
+    private func tuner() async throws -> FineTuner {
+        try await FineTuner(
+            bundle: tiedBundle(), tokenizer: ByteTokenizer(), folder: folder.appendingPathComponent("tuner"),
+            controller: RunController(monitor: TestMonitor()))
     }
 
     private func training(steps: Int) -> TrainingOptions {
@@ -99,7 +94,7 @@ import Testing
         learner.start([conversations[0]], training(steps: 1))
         try await until { !learner.isTraining }
         #expect(learner.problem?.contains("too few to train on and hold out one") == true)
-        #expect(!FileManager.default.fileExists(atPath: adapters.path))
+        #expect(!adapters.exists)
     }
 
     @Test func theAppAnswersBesideARun() async throws {

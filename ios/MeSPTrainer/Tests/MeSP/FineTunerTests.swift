@@ -7,42 +7,10 @@ import Testing
 @testable import MeSPControl
 @testable import MeSPCore
 
-@Suite(.serialized) final class FineTunerTests: Sendable {
-    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-    private var runs: URL { folder.appendingPathComponent("tuner") }
-
-    deinit { try? FileManager.default.removeItem(at: folder) }
-
-    private func tuner(
-        tokenizer: any TextTokenizer = ByteTokenizer(), monitor: TestMonitor? = nil
-    ) async throws -> FineTuner {
-        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
-        guard let monitor else { return try await FineTuner(bundle: bundle, tokenizer: tokenizer, folder: runs) }
-        return try await FineTuner(
-            bundle: bundle, tokenizer: tokenizer, folder: runs, controller: RunController(monitor: monitor))
-    }
-
-    private func text() throws -> URL {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        let file = folder.appendingPathComponent("text.txt")
-        try String(repeating: "The quick brown fox jumps over the lazy dog.\n", count: 40)
-            .write(to: file, atomically: true, encoding: .utf8)
-        return file
-    }
-
-    private func options(steps: Int) -> TrainingOptions { TrainingOptions(steps: steps, sequenceLength: 32) }
-
-    private func contents(_ adapters: Adapters) throws -> Data {
-        try Data(contentsOf: adapters.url.appendingPathComponent("adapters.safetensors"))
-    }
-
+@Suite(.serialized) final class FineTunerTests: TunerSuite, @unchecked Sendable {
     private func sentence(_ updates: TrainingUpdates) async throws -> String {
-        do {
-            for try await _ in updates {}
-            return "no error"
-        } catch let error as FineTuningError {
-            return try #require(error.errorDescription)
-        }
+        let error = await #expect(throws: FineTuningError.self) { try await updates.end() }
+        return try #require(error?.errorDescription)
     }
 
     @Test func itLearnsAndItsAdaptersAreWritten() async throws {
@@ -62,7 +30,7 @@ import Testing
         try tuner.adapters.write(to: copy)
         try tuner.adapters.write(to: copy)  // replaces the first copy
         for file in ["adapters.safetensors", "adapter_config.json", "peft/adapter_model.safetensors"] {
-            #expect(FileManager.default.fileExists(atPath: copy.appendingPathComponent(file).path))
+            #expect(copy.appendingPathComponent(file).exists)
         }
         #expect(await !tuner.canContinueTraining)
         #expect(
@@ -87,9 +55,8 @@ import Testing
 
     @Test func theDefaultsAreTheRules() async throws {
         let tuner = try await tuner()
-        for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
-        let log = try LogSummary(folder: runs.appendingPathComponent("run-1"))
-        let settings = try #require(log.start?.settings)
+        try await tuner.train(on: try text(), options(steps: 1)).end()
+        let settings = try #require(try log().start?.settings)
         #expect(settings.optimizer == .adamw8bit)
         let manifest = try ModelBundle(url: tuner.bundle, checksums: false).manifest
         var plain = RunSettings(bundle: settings.bundle, output: settings.output)
@@ -102,11 +69,10 @@ import Testing
     @Test func choicesAreLearned() async throws {
         let tuner = try await tuner()
         let choices = try (0..<8).map { number in
-            try Choice(
-                prompt: [.init(role: "user", content: "Hi \(number)")], chosen: "Good day", rejected: "Go away")
+            try Choice(prompt: [.init(role: "user", content: "Hi \(number)")], chosen: "Good day", rejected: "Go away")
         }
-        for try await _ in tuner.train(on: choices, options(steps: 5)) {}
-        let log = try LogSummary(folder: runs.appendingPathComponent("run-1"))
+        try await tuner.train(on: choices, options(steps: 5)).end()
+        let log = try log()
         #expect(log.start?.settings.objective == .dpo && log.steps.last?.margin != nil)
     }
 
@@ -115,24 +81,16 @@ import Testing
         let conversation = Conversation([.user("Hi"), .assistant("Good day")])
         let preview = try await tuner.preview(of: [conversation], options(steps: 1))
         #expect(preview.spans.filter(\.isTrained).map(\.text).joined().hasPrefix("Good day"))
-        var options = options(steps: 150)
-        options.learningRate = 0.02
-        for try await _ in tuner.train(on: Array(repeating: conversation, count: 4), options) {}
-        var answer = ""
-        for try await piece in tuner.answer(to: Conversation([.user("Hi")])) { answer += piece }
+        let conversations = Array(repeating: conversation, count: 4)
+        try await tuner.train(on: conversations, options(steps: 150) { $0.learningRate = 0.02 }).end()
+        let asked = Conversation([.user("Hi")])
+        let answer = try await tuner.answer(to: asked).joined()
         // A tiny untrained model learns the letters, but not their order.
         #expect(answer.count > 8 && answer.filter { "Good day".contains($0) }.count > answer.count * 9 / 10)
-        var base = ""
-        for try await piece in tuner.answer(to: Conversation([.user("Hi")]), usesAdapters: false, maxTokens: 8) {
-            base += piece
-        }
+        let base = try await tuner.answer(to: asked, usesAdapters: false, maxTokens: 8).joined()
         #expect(base != answer && base.utf8.count <= 8 * 4)
         func said(_ adapters: [URL: Float], maxTokens: Int = 256) async throws -> String {
-            var text = ""
-            for try await piece in tuner.answer(
-                to: Conversation([.user("Hi")]), adapters: adapters, maxTokens: maxTokens)
-            { text += piece }
-            return text
+            try await tuner.answer(to: asked, adapters: adapters, maxTokens: maxTokens).joined()
         }
         let (learned, copy) = (try tuner.adapters.url, folder.appendingPathComponent("copy"))
         try tuner.adapters.write(to: copy)
@@ -144,38 +102,28 @@ import Testing
         }
         await #expect(throws: FineTuningError.self) { try await said([copy: 1, self.folder: 1]) }
         var drawn = Set<String>()
-        for _ in 0..<2 {
-            var text = ""
-            for try await piece in tuner.answer(to: Conversation([.user("Hi")]), usesAdapters: false, temperature: 1) {
-                text += piece
-            }
-            drawn.insert(text)
-        }
+        for _ in 0..<2 { drawn.insert(try await tuner.answer(to: asked, usesAdapters: false, temperature: 1).joined()) }
         #expect(drawn.count == 2)
         let none = await #expect(throws: FineTuningError.self) {
-            for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: 0) {}
+            try await tuner.answer(to: asked, maxTokens: 0).end()
         }
         #expect(none?.errorDescription == "maxTokens must be at least 1.")
-        for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: .max) { break }
+        for try await _ in tuner.answer(to: asked, maxTokens: .max) { break }
         await tuner.stop()
         await #expect(throws: FineTuningError.self) {
-            for try await _ in tuner.answer(to: Conversation([])) {}
+            try await tuner.answer(to: Conversation([])).end()
         }
     }
 
     @Test func whatTheModelForgetsIsLimited() async throws {
         let tuner = try await tuner()
-        var options = options(steps: 2)
-        options.maxForgetting = 3
-        for try await _ in tuner.train(on: try text(), options) {}
-        #expect(try LogSummary(folder: runs.appendingPathComponent("run-1")).strength != nil)
+        try await tuner.train(on: try text(), options(steps: 2) { $0.maxForgetting = 3 }).end()
+        #expect(try log().strength != nil)
     }
 
     @Test func aPreviewShowsWhatIsTrained() async throws {
         let file = folder.appendingPathComponent("records.jsonl")
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        let record = #"{"prompt": "Hi", "completion": "Hello"}"# + "\n"
-        try String(repeating: record, count: 4).write(to: file, atomically: true, encoding: .utf8)
+        try file.write(String(repeating: #"{"prompt": "Hi", "completion": "Hello"}"# + "\n", count: 4))
         let preview = try await tuner().preview(of: file, options(steps: 1))
         #expect(preview.spans.filter(\.isTrained).map(\.text).joined().hasPrefix("Hello"))
         #expect(preview.spans.first?.isTrained == false)
@@ -183,36 +131,33 @@ import Testing
         #expect(preview.notices == [notice])
     }
 
-    private struct AwayFromMain: TextTokenizer {
-        let bytes = ByteTokenizer()
-        var beginOfText: Int? { bytes.beginOfText }
-        var endOfText: Int? { bytes.endOfText }
-        var hasChatTemplate: Bool { bytes.hasChatTemplate }
+    private struct AwayFromMain: WrappedTokenizer {
+        let wrapped: any TextTokenizer = ByteTokenizer()
+
         func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
             #expect(!Thread.isMainThread)
-            return bytes.encode(text, addsSpecialTokens: addsSpecialTokens)
+            return wrapped.encode(text, addsSpecialTokens: addsSpecialTokens)
         }
-        func decode(_ tokens: [Int]) -> String { bytes.decode(tokens) }
-        func isSpecial(_ token: Int) -> Bool { bytes.isSpecial(token) }
+
         func applyChatTemplate(
             messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
             options: [String: any Sendable]
         ) throws -> [Int] {
             #expect(!Thread.isMainThread)
-            return try bytes.applyChatTemplate(
+            return try wrapped.applyChatTemplate(
                 messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt, options: options)
         }
     }
 
     @MainActor @Test func nothingThatTakesTimeIsOnTheMainActor() async throws {
-        let (tuner, text) = (try await tuner(tokenizer: AwayFromMain()), try text())
+        let (tuner, text) = (try await tuner(AwayFromMain()), try text())
         _ = try await tuner.preview(of: text, options(steps: 1))
-        for try await _ in tuner.train(on: text, options(steps: 1)) {}
+        try await tuner.train(on: text, options(steps: 1)).end()
     }
 
     @Test func aCancelledTaskKeepsWhatWasLearnedAndGoesOnToTheSameBits() async throws {
         let (tuner, text) = (try await tuner(), try text())
-        for try await _ in tuner.train(on: text, options(steps: 12)) {}
+        try await tuner.train(on: text, options(steps: 12)).end()
         let whole = try contents(tuner.adapters)
 
         let (steps, sender) = AsyncStream.makeStream(of: Int.self)
@@ -225,11 +170,9 @@ import Testing
         let part = try contents(tuner.adapters)
         #expect(part != whole)
         #expect(await tuner.canContinueTraining)
-        let unbegun = runs.appendingPathComponent("run-3/data")
-        try FileManager.default.createDirectory(at: unbegun, withIntermediateDirectories: true)
+        try runs.appendingPathComponent("run-3/data").makeFolder()
         let other = try await self.tuner()
-        var last: TrainingUpdate?
-        for try await update in other.continueTraining() { last = update }
+        let last = try await other.continueTraining().end()
         #expect(last?.fraction == 1)
         #expect(try contents(other.adapters) == whole)
         #expect(await !other.canContinueTraining)
@@ -239,7 +182,7 @@ import Testing
         let tuner = try await tuner()
         for try await update in tuner.train(on: try text(), options(steps: 1_000_000)) where update.step == 3 { break }
         await tuner.stop()
-        let log = try LogSummary(folder: runs.appendingPathComponent("run-1"))
+        let log = try log()
         #expect(log.end?.reason == .stopped && log.lastStep >= 3)
         #expect(try !contents(tuner.adapters).isEmpty)
     }
@@ -248,48 +191,43 @@ import Testing
         let tuner = try await tuner()
         let updates = tuner.train(on: try text(), options(steps: 1_000_000))
         await tuner.stop()
-        for try await _ in updates {}
+        try await updates.end()
         #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path).count <= 1)
     }
 
     @Test func theAdaptersOfBeforeStayUntilThereAreNew() async throws {
         let (tuner, text) = (try await tuner(), try text())
         #expect(throws: FineTuningError.self) { try tuner.adapters }
-        for try await _ in tuner.train(on: text, options(steps: 2)) {}
+        try await tuner.train(on: text, options(steps: 2)).end()
         let before = try contents(tuner.adapters)
         let none = folder.appendingPathComponent("none.txt")
         #expect(try await sentence(tuner.train(on: none)) == "none.txt cannot be read.")
         #expect(try contents(tuner.adapters) == before)
-        var options = options(steps: 3)
-        options.initialAdapters = try tuner.adapters.url
-        for try await _ in tuner.train(on: text, options) {}
+        let url = try tuner.adapters.url
+        try await tuner.train(on: text, options(steps: 3) { $0.initialAdapters = url }).end()
         #expect(try contents(tuner.adapters) != before)
         #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path) == ["run-2"])
     }
 
     @Test func nothingButFormerRunsIsRemoved() async throws {
-        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
-        let own = runs.appendingPathComponent("2024")
-        try FileManager.default.createDirectory(at: own, withIntermediateDirectories: true)
-        let place = try #require(URL(string: "file://localhost\(runs.path)"))
-        let tuner = try await FineTuner(bundle: bundle, tokenizer: ByteTokenizer(), folder: place)
-        for _ in 0..<2 { for try await _ in tuner.train(on: try text(), options(steps: 1)) {} }
+        try runs.appendingPathComponent("2024").makeFolder()
+        let tuner = try await tuner(ByteTokenizer(), URL(string: "file://localhost\(runs.path)"))
+        for _ in 0..<2 { try await tuner.train(on: try text(), options(steps: 1)).end() }
         #expect(try !contents(tuner.adapters).isEmpty)
         #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path).sorted() == ["2024", "run-2"])
     }
 
     @Test func adaptersThatAreNotWholeAreNone() async throws {
         let tuner = try await tuner()
-        for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
+        try await tuner.train(on: try text(), options(steps: 1)).end()
         let before = try tuner.adapters
-        let part = runs.appendingPathComponent("run-2/adapters/peft")
-        try FileManager.default.createDirectory(at: part, withIntermediateDirectories: true)
+        try runs.appendingPathComponent("run-2/adapters/peft").makeFolder()
         #expect(try tuner.adapters == before)
     }
 
     @Test func adaptersReplaceAdaptersAlone() async throws {
         let tuner = try await tuner()
-        for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
+        try await tuner.train(on: try text(), options(steps: 1)).end()
         let (adapters, file) = (try tuner.adapters, folder.appendingPathComponent("text.txt"))
         for place in [file, runs, runs.appendingPathComponent("run-1"), folder] {
             let error = #expect(throws: FineTuningError.self) { try adapters.write(to: place) }
@@ -299,48 +237,29 @@ import Testing
         let before = try contents(adapters)
         try adapters.write(to: adapters.url)
         #expect(try contents(adapters) == before)
-        #expect(FileManager.default.fileExists(atPath: file.path))
+        #expect(file.exists)
         #expect(try FileManager.default.contentsOfDirectory(atPath: folder.path).count == 2, "a copy is left")
     }
 
     @Test func updatesAreOfTheirRun() async throws {
         let tuner = try await tuner()
-        for try await _ in tuner.train(on: try text(), options(steps: 3)) {}
+        try await tuner.train(on: try text(), options(steps: 3)).end()
         var first: TrainingUpdate?
         for try await update in tuner.train(on: try text(), options(steps: 2)) where first == nil { first = update }
         #expect(first?.step == 0 && first?.fraction == 0 && first?.loss == nil && first?.heldOutLoss == nil)
     }
 
-    @Test func aRunThatGoesOnTellsNoMoreThanHappened() async throws {
-        let tuner = try await tuner()
-        for try await update in tuner.train(on: try text(), options(steps: 6)) where update.step == 2 { break }
-        await tuner.stop()
-        var last: TrainingUpdate?
-        for try await update in tuner.continueTraining() { last = update }
-        #expect(last?.step == 6 && last?.notices == [])
-    }
-
     @Test func aFolderThatCannotBeMadeIsNamed() async throws {
         let file = try text()
-        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
-        let tuner = try await FineTuner(bundle: bundle, tokenizer: ByteTokenizer(), folder: file)
+        let tuner = try await tuner(ByteTokenizer(), file)
         let problem = try await sentence(tuner.train(on: file, options(steps: 1)))
         #expect(problem.hasPrefix("Cannot make the folder \(file.path)/run-1: "))
-    }
-
-    @Test func aFolderThatIsNoBundleIsRefused() async throws {
-        let problem = "/nowhere is not a bundle: it has no manifest.json. Make one with mesp-export."
-        let error = await #expect(throws: FineTuningError.self) {
-            try await FineTuner(bundle: URL(fileURLWithPath: "/nowhere"), tokenizer: ByteTokenizer(), folder: self.runs)
-        }
-        #expect(error?.errorDescription == problem)
     }
 
     @Test func optionsOutOfRangeAreRefusedByName() async throws {
         let (tuner, text) = (try await tuner(), try text())
         func refusal(_ change: (inout TrainingOptions) -> Void) async throws -> String {
-            var options = options(steps: 1)
-            change(&options)
+            let options = options(steps: 1, change)
             #expect(throws: FineTuningError.self) { try tuner.predictedPeak(options) }
             return try await sentence(tuner.train(on: text, options))
         }
@@ -362,9 +281,7 @@ import Testing
         let limit = try await refusal { $0.memory = .megabytes(1) }
         #expect(limit.hasPrefix("A memory limit of ") && limit.contains("MB is too low"))
         #expect(await !tuner.canContinueTraining)
-        #expect(
-            !FileManager.default.fileExists(atPath: runs.appendingPathComponent("run-1").path),
-            "a run has left something")
+        #expect(!runs.appendingPathComponent("run-1").exists, "a run has left something")
     }
 
     @Test func oneRunAtATime() async throws {
@@ -377,46 +294,43 @@ import Testing
 
     @Test func twoFineTunersHaveOneTurn() async throws {
         let (tuner, text) = (try await tuner(), try text())
-        let other = try await FineTuner(
-            bundle: tuner.bundle, tokenizer: ByteTokenizer(), folder: folder.appendingPathComponent("other"))
-        let run = runs.appendingPathComponent("run-1")
+        let other = try await self.tuner(ByteTokenizer(), folder.appendingPathComponent("other"))
         for try await update in tuner.train(on: text, options(steps: 1_000_000)) where update.step == 2 {
             #expect(try await sentence(other.train(on: text)) == "A run is in progress; stop it first.")
             await other.stop()
             try await other.whilePaused {
-                let before = try LogSummary(folder: run)
+                let before = try log()
                 try await Task.sleep(for: .milliseconds(200))
-                let after = try LogSummary(folder: run)
+                let after = try log()
                 #expect(before.lastStep == after.lastStep && after.end == nil)
             }
             break
         }
         await tuner.stop()
-        for try await _ in other.train(on: text, options(steps: 1)) {}
+        try await other.train(on: text, options(steps: 1)).end()
     }
 
     @MainActor @Test func theRunWaitsWhileTheAppUsesMLX() async throws {
         let monitor = TestMonitor()
-        let tuner = try await tuner(monitor: monitor)
+        let tuner = try await tuner(monitor)
         let updates = tuner.train(on: try text(), options(steps: 1_000_000))
         defer { withExtendedLifetime(updates) {} }
         for try await update in updates where update.step == 2 { break }
-        let controller = tuner
         let result = await tuner.whilePaused { () -> Float in
-            let before = try? LogSummary(folder: self.runs.appendingPathComponent("run-1")).lastStep
+            let before = try? self.log().lastStep
             let sum = (MLXArray([1, 2] as [Float]) + 1).sum().item(Float.self)
             try? await Task.sleep(for: .milliseconds(200))
-            let after = try? LogSummary(folder: self.runs.appendingPathComponent("run-1")).lastStep
+            let after = try? self.log().lastStep
             #expect(before == after)
             return sum
         }
         #expect(result == 5)
-        #expect(try LogSummary(folder: runs.appendingPathComponent("run-1")).end == nil, "the run had ended")
-        await controller.stop()
+        #expect(try log().end == nil, "the run had ended")
+        await tuner.stop()
     }
 
     @MainActor @Test func whatEndsOrAnswersWaitsWhileTheAppUsesMLX() async throws {
-        let tuner = try await tuner(monitor: TestMonitor())
+        let tuner = try await tuner(TestMonitor())
         for try await update in tuner.train(on: try text(), options(steps: 1_000_000)) where update.step == 2 {
             await tuner.whilePaused {
                 Task { await tuner.stop() }
@@ -428,9 +342,11 @@ import Testing
         await tuner.stop()
         _ = try tuner.adapters
 
-        let count = Count()
+        let count = Locked(0)
         let answer = Task {
-            for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: 1_000_000) { count.add() }
+            for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: 1_000_000) {
+                count.change { $0 += 1 }
+            }
         }
         while count.value < 3 { try await Task.sleep(for: .milliseconds(1)) }
         try await tuner.whilePaused {
@@ -453,7 +369,7 @@ import Testing
             let said = try await sentence(tuner.train(on: text, options(steps: 1)))
             #expect(said == refusal)
             await #expect(throws: FineTuningError.self) {
-                for try await _ in tuner.answer(to: Conversation([.user("Hi")]), usesAdapters: false) {}
+                try await tuner.answer(to: Conversation([.user("Hi")]), usesAdapters: false).end()
             }
         }
         for try await update in tuner.train(on: text, options(steps: 1_000_000)) where update.step == 2 {
@@ -466,12 +382,12 @@ import Testing
 
     @Test func adaptersOfNoStepAreNone() async throws {
         let (tuner, text) = (try await tuner(), try text())
-        for try await _ in tuner.train(on: text, options(steps: 2)) {}
+        try await tuner.train(on: text, options(steps: 2)).end()
         let before = try contents(tuner.adapters)
         for try await update in tuner.train(on: text, options(steps: 1_000_000))
         where update.step == 0 && update.phase != .preparing { break }
         await tuner.stop()
-        let log = try LogSummary(folder: runs.appendingPathComponent("run-2"))
+        let log = try log(2)
         if log.lastStep == 0 { #expect(try contents(tuner.adapters) == before) }
     }
 
@@ -479,21 +395,20 @@ import Testing
         let (tuner, text) = (try await tuner(), try text())
         var options = options(steps: 2)
         options.usesDoRA = true
-        for try await _ in tuner.train(on: text, options) {}
+        try await tuner.train(on: text, options).end()
         let copy = folder.appendingPathComponent("copy")
         try tuner.adapters.write(to: copy)
-        let config = try String(contentsOf: copy.appendingPathComponent("adapter_config.json"), encoding: .utf8)
-        #expect(config.contains("\"dora\""))
-        for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: 2) {}
+        #expect(try copy.appendingPathComponent("adapter_config.json").readText().contains("\"dora\""))
+        try await tuner.answer(to: Conversation([.user("Hi")]), maxTokens: 2).end()
         options.initialAdapters = copy
-        for try await _ in tuner.train(on: text, options) {}
+        try await tuner.train(on: text, options).end()
         options.usesDoRA = false
         #expect(try await sentence(tuner.train(on: text, options)).hasSuffix("lose their magnitudes; set dora."))
     }
 
     @Test func initialAdaptersAreKept() async throws {
         let (tuner, text) = (try await tuner(), try text())
-        for try await _ in tuner.train(on: text, options(steps: 2)) {}
+        try await tuner.train(on: text, options(steps: 2)).end()
         let initial = folder.appendingPathComponent("initial")
         try tuner.adapters.write(to: initial)
         var options = options(steps: 1_000_000)
@@ -511,20 +426,15 @@ import Testing
         let (tuner, text) = (try await tuner(), try text())
         for try await update in tuner.train(on: text, options(steps: 12)) where update.step == 4 { break }
         await tuner.stop()
-        var steps = [Int]()
-        for try await update in tuner.continueTraining() { steps.append(update.step) }
+        var updates = [TrainingUpdate]()
+        for try await update in tuner.continueTraining() { updates.append(update) }
+        let steps = updates.map(\.step)
         #expect(steps == steps.sorted() && steps.first ?? 0 >= 4 && steps.last == 12)
-    }
-
-    private final class Count: @unchecked Sendable {
-        private let lock = NSLock()
-        private var number = 0
-        var value: Int { lock.withLock { number } }
-        func add() { lock.withLock { number += 1 } }
+        #expect(updates.last?.notices == [], "it tells no more than happened")
     }
 
     @MainActor @Test func aPauseHoldsTheNextRun() async throws {
-        let tuner = try await tuner(monitor: TestMonitor())
+        let tuner = try await tuner(TestMonitor())
         tuner.pause()
         var pauses = Set<MeSP.PauseReason>()
         for try await update in tuner.train(on: try text(), options(steps: 3)) {
@@ -538,7 +448,7 @@ import Testing
 
     @MainActor @Test func aMemoryWarningHoldsNoLaterRun() async throws {
         let monitor = TestMonitor()
-        let tuner = try await tuner(monitor: monitor)
+        let tuner = try await tuner(monitor)
         var isWarned = false
         do {
             for try await update in tuner.train(on: try text(), options(steps: 1_000_000)) {
@@ -566,7 +476,7 @@ import Testing
 
     @MainActor @Test func aPauseSaysWhyAndTheRunGoesOn() async throws {
         let monitor = TestMonitor()
-        let tuner = try await tuner(monitor: monitor)
+        let tuner = try await tuner(monitor)
         var (pauses, after): ([MeSP.PauseReason], Int) = ([], 0)
         for try await update in tuner.train(on: try text(), options(steps: 1_000_000)) {
             if update.step == 2, pauses.isEmpty { monitor.thermalState = .serious }
@@ -594,7 +504,7 @@ import Testing
         for name in names { unsetenv(name) }
         defer { for (name, value) in zip(names, before) { if let value { setenv(name, value, 1) } } }
         let tuner = try await tuner()
-        for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
+        try await tuner.train(on: try text(), options(steps: 1)).end()
         #expect(names.allSatisfy { getenv($0) == nil })
         FineTuner.prepareProcess()
         #expect(getenv("MLX_ENABLE_TF32") != nil && getenv("MLX_MAX_OPS_PER_BUFFER") != nil)

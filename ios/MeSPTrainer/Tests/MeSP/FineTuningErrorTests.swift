@@ -2,27 +2,13 @@ import Foundation
 import MeSP
 import Testing
 
-@testable import MeSPBundle
 @testable import MeSPControl
 @testable import MeSPCore
 @testable import MeSPFiles
 @testable import MeSPSentences
 
-@Suite(.serialized) final class FineTuningErrorTests: Sendable {
-    private let folder = temporaryFolder()
-
-    init() throws { try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true) }
-
-    deinit { try? FileManager.default.removeItem(at: folder) }
-
+@Suite(.serialized) final class FineTuningErrorTests: TunerSuite, @unchecked Sendable {
     private let conversations = (0..<4).map { Conversation([.user("Hi \($0)"), .assistant("Good day")]) }
-    private var runs: URL { folder.appendingPathComponent("runs") }
-
-    private func tuner() async throws -> FineTuner {
-        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
-        return try await FineTuner(bundle: bundle, tokenizer: ByteTokenizer(), folder: runs)
-    }
-
     private func kind(_ body: () async throws -> Void) async -> FineTuningError.Kind? {
         do {
             try await body()
@@ -31,32 +17,30 @@ import Testing
     }
 
     private func kind(_ updates: TrainingUpdates) async -> FineTuningError.Kind? {
-        await kind { for try await _ in updates {} }
-    }
-
-    private func options(steps: Int = 2, _ change: (inout TrainingOptions) -> Void = { _ in }) -> TrainingOptions {
-        var options = TrainingOptions(steps: steps, sequenceLength: 32)
-        change(&options)
-        return options
+        await kind { try await updates.end() }
     }
 
     @Test func optionsMemoryAndRecordsAreNamed() async throws {
         let tuner = try await tuner()
         #expect(await kind(tuner.train(on: conversations, options(steps: 0))) == .invalidOption("steps"))
-        #expect(await kind(tuner.train(on: conversations, options { $0.dropout = 1 })) == .invalidOption("dropout"))
         #expect(
-            await kind(tuner.train(on: conversations, options { $0.sequenceLength = 1 << 20 }))
+            await kind(tuner.train(on: conversations, options(steps: 2) { $0.dropout = 1 }))
+                == .invalidOption("dropout"))
+        #expect(
+            await kind(tuner.train(on: conversations, options(steps: 2) { $0.sequenceLength = 1 << 20 }))
                 == .invalidOption("sequenceLength"))
-        let limit = await kind(tuner.train(on: conversations, options { $0.memory = .megabytes(1) }))
+        let limit = await kind(tuner.train(on: conversations, options(steps: 2) { $0.memory = .megabytes(1) }))
         guard case .insufficientMemory(let required, available: 1_000_000) = limit else {
             Issue.record("\(String(describing: limit))")
             return
         }
-        let enough = options { $0.memory = .megabytes((Double(required) / 1e6 * 1.1).rounded(.up)) }
+        let enough = options(steps: 2) { $0.memory = .megabytes((Double(required) / 1e6 * 1.1).rounded(.up)) }
         #expect(try tuner.predictedPeak(enough) > 0)
         let wrong = conversations + [Conversation([.user("Hi")])]
-        #expect(await kind(tuner.train(on: wrong, options())) == .invalidRecord(index: 4))
-        #expect(await kind { _ = try await tuner.preview(of: wrong.reversed(), options()) } == .invalidRecord(index: 0))
+        #expect(await kind(tuner.train(on: wrong, options(steps: 2))) == .invalidRecord(index: 4))
+        #expect(
+            await kind { _ = try await tuner.preview(of: wrong.reversed(), options(steps: 2)) }
+                == .invalidRecord(index: 0))
     }
 
     @Test func whatIsNotThereAndWhatIsInTheWay() async throws {
@@ -64,9 +48,9 @@ import Testing
         #expect(await kind(tuner.continueTraining()) == .nothingSaved)
         #expect(await kind { _ = try tuner.adapters } == .nothingSaved)
         let updates = tuner.train(on: conversations, options(steps: 1_000_000))
-        #expect(await kind(tuner.train(on: conversations, options())) == .busy)
+        #expect(await kind(tuner.train(on: conversations, options(steps: 2))) == .busy)
         await tuner.stop()
-        for try await _ in updates {}
+        try await updates.end()
         let within = await tuner.whilePaused { await self.kind(tuner.train(on: self.conversations)) }
         #expect(within == .busy)
     }
@@ -82,18 +66,14 @@ import Testing
             try await FineTuner(model: model, tokenizer: ByteTokenizer(), bundle: bundle, folder: runs)
         }
         let config = model.appendingPathComponent("config.json")
-        let text = try String(contentsOf: config, encoding: .utf8)
-        try text.replacing(/"model_type": ?"\w+"/, with: "\"model_type\": \"other\"")
-            .write(to: config, atomically: true, encoding: .utf8)
+        let text = try config.readText()
+        try config.changeJSON { $0["model_type"] = "other" }
         #expect(await kind { _ = try await FineTuner.bundleSize(of: model) } == .unsupportedModel)
         #expect(await kind { _ = try await tuner() } == .unsupportedModel)
-        try text.write(to: config, atomically: true, encoding: .utf8)
+        try config.write(text)
 
-        for try await _ in try await tuner().train(on: conversations, options()) {}
-        let weights = model.appendingPathComponent("model-00001-of-00002.safetensors")
-        var data = try Data(contentsOf: weights)
-        data[data.count - 1] ^= 1
-        try data.write(to: weights)
+        try await tuner().train(on: conversations, options(steps: 2)).end()
+        try model.appendingPathComponent("model-00001-of-00002.safetensors").flipBit()
         #expect(await kind { _ = try await tuner().adapters } == .otherWeights)
     }
 
@@ -101,7 +81,7 @@ import Testing
         let tuner = try await tuner()
         var found: (any Error)?
         await withFullDisk {
-            do { for try await _ in tuner.train(on: conversations, options()) {} } catch { found = error }
+            do { try await tuner.train(on: conversations, options(steps: 2)).end() } catch { found = error }
         }
         #expect((found as? FineTuningError)?.kind == .insufficientDisk(required: nil), "\(String(describing: found))")
     }
@@ -124,24 +104,23 @@ import Testing
         var records = conversations
         records.insert(Conversation([.user("Hi")]), at: 1)
         records.append(Conversation([.user("Hi"), .assistant(" ")]))
-        let chosen = options { $0.leavesOutInvalidRecords = true }
+        let chosen = options(steps: 2) { $0.leavesOutInvalidRecords = true }
         let preview = try await tuner.preview(of: records, chosen)
         #expect(preview.leftOut.map(\.index) == [1, 5])
         #expect(preview.leftOut.last?.reason.contains("an answer is empty") == true)
         #expect(preview.notices.contains("Records that cannot be trained are left out: 2."))
-        var last: TrainingUpdate?
-        for try await update in tuner.train(on: records, chosen) { last = update }
+        let last = try await tuner.train(on: records, chosen).end()
         #expect(last?.phase == .finished && last?.leftOut == preview.leftOut)
-        let kept = try Data(contentsOf: tuner.adapters.url.appendingPathComponent("adapters.safetensors"))
-        for try await _ in tuner.train(on: conversations, options()) {}
-        #expect(try Data(contentsOf: tuner.adapters.url.appendingPathComponent("adapters.safetensors")) == kept)
+        let kept = try contents(tuner.adapters)
+        try await tuner.train(on: conversations, options(steps: 2)).end()
+        #expect(try contents(tuner.adapters) == kept)
 
         let file = folder.appendingPathComponent("a.jsonl")
         let line = #"{"prompt": "Hi", "completion": "Good day"}"#
-        try [line, #"{"prompt": "Hi", "completion": "a", "mood": "glad"}"#, line, "[]", line].joined(separator: "\n")
-            .write(to: file, atomically: true, encoding: .utf8)
+        let others = [#"{"prompt": "Hi", "completion": "a", "mood": "glad"}"#, "[]"]
+        try file.write([line, others[0], line, others[1], line].joined(separator: "\n"))
         #expect(try await tuner.preview(of: file, chosen).leftOut.map(\.index) == [1, 3])
-        #expect(await kind { _ = try await tuner.preview(of: file, options()) } == .invalidRecord(index: 3))
+        #expect(await kind { _ = try await tuner.preview(of: file, options(steps: 2)) } == .invalidRecord(index: 3))
     }
 
     @Test func updatesTellThePhase() async throws {
@@ -160,7 +139,7 @@ import Testing
     }
 
     @MainActor @Test func pausesAndTimeAreOfOneTuner() async throws {
-        let (monitor, bundle) = (TestMonitor(), try #require(Fixture.tied).appendingPathComponent("bundle.mesp"))
+        let (monitor, bundle) = (TestMonitor(), try tiedBundle())
         let controller = RunController(monitor: monitor)
         func make(_ name: String) async throws -> FineTuner {
             try await FineTuner(
@@ -170,11 +149,11 @@ import Testing
         let (one, other) = (try await make("one"), try await make("other"))
         other.pause()
         other.setBackgroundTime(.continued)
-        for try await update in one.train(on: conversations, options()) {
+        for try await update in one.train(on: conversations, options(steps: 2)) {
             #expect(update.pause == nil && controller.grant == nil)
         }
         var (pauses, isInUse) = (Set<MeSP.PauseReason>(), false)
-        for try await update in other.train(on: conversations, options()) {
+        for try await update in other.train(on: conversations, options(steps: 2)) {
             isInUse = isInUse || monitor.isInUse
             guard let pause = update.pause else { continue }
             pauses.insert(pause)
@@ -188,29 +167,26 @@ import Testing
     @Test func whatAPersonHasTaughtIsDeleted() async throws {
         let tuner = try await tuner()
         let other = folder.appendingPathComponent("runs/keep.txt")
-        for try await _ in tuner.train(on: conversations, options()) {}
-        try Data().write(to: other)
-        Task { for try await _ in tuner.train(on: conversations, options(steps: 1_000_000)) {} }
+        try await tuner.train(on: conversations, options(steps: 2)).end()
+        try other.write("")
+        Task { try await tuner.train(on: conversations, options(steps: 1_000_000)).end() }
         try await tuner.deleteLastRun()
         try await tuner.deleteRuns()
         #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path) == ["keep.txt"])
         #expect(await kind { _ = try tuner.adapters } == .nothingSaved)
         let bundle = folder.appendingPathComponent("copy.mesp")
-        try FileManager.default.copyItem(at: tuner.bundle, to: bundle)
+        try tuner.bundle.copy(to: bundle)
         try await FineTuner(bundle: bundle, tokenizer: ByteTokenizer(), folder: runs).deleteBundle()
-        #expect(!FileManager.default.fileExists(atPath: bundle.path))
+        #expect(!bundle.exists)
     }
 
     @Test func runsAreNotInBackups() async throws {
-        final class Seen: @unchecked Sendable { var policies = [String: StoragePolicy]() }
-        let (seen, lock, tuner) = (Seen(), NSLock(), try await tuner())
-        let note: @Sendable (URL, StoragePolicy) -> Void = { url, policy in
-            lock.withLock { seen.policies[url.path] = policy }
-        }
+        let (policies, tuner) = (Locked([String: StoragePolicy]()), try await tuner())
+        let note: @Sendable (URL, StoragePolicy) -> Void = { url, policy in policies.change { $0[url.path] = policy } }
         try await StoragePolicy.$set.withValue(note) {
-            for try await _ in tuner.train(on: conversations, options()) {}
+            try await tuner.train(on: conversations, options(steps: 2)).end()
         }
-        #expect(lock.withLock { seen.policies[runs.path] } == .state)
+        #expect(policies.value[runs.path] == .state)
     }
 
     @Test func thePrivacyManifestIsAResource() throws {

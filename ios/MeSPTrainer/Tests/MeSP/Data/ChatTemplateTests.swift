@@ -11,7 +11,7 @@ import Testing
     private static let preference = "a preference, which the app does not train of files"
     private typealias Answer = PythonTemplates.Case.Answer
 
-    private let folder = temporaryFolder()
+    private let folder = newFolder()
     private var file: URL { folder.appendingPathComponent("a.jsonl") }
 
     private func read(_ source: TextData.Source, _ python: PythonTemplates, _ each: PythonTemplates.Case) -> Result<
@@ -54,7 +54,7 @@ import Testing
     }
 
     private func source(_ each: PythonTemplates.Case) throws -> TextData.Source {
-        try Data("\(each.record)\n".utf8).write(to: file)
+        try file.write("\(each.record)\n")
         guard each.kind == "a pair of answers" else { return .file(file) }
         var fields = try JSONValue(json: each.record.utf8).fields ?? [:]
         fields["id"] = .string(UUID().uuidString)
@@ -64,8 +64,6 @@ import Testing
     }
 
     @Test func tokensAndLossAreThoseOfTheExporter() throws {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        defer { try? FileManager.default.removeItem(at: folder) }
         let python = try PythonTemplates()
         var counts = [String: Int]()
         var withCalls = 0

@@ -6,8 +6,9 @@ import Testing
 @testable import MeSPCore
 
 @Suite struct ConversationTests {
-    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private let folder = newFolder()
     private var target: URL { folder.appendingPathComponent("tokens") }
+    private var file: URL { folder.appendingPathComponent("a.jsonl") }
 
     private struct Trained {
         var text: String
@@ -19,9 +20,8 @@ import Testing
         _ name: String = "a.jsonl", record: String, _ tokenizer: TemplateTokenizer, answersOnly: Bool = true,
         length: Int = 512
     ) throws -> Trained {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let file = folder.appendingPathComponent(name)
-        try Data("\(record)\n\(record)\n".utf8).write(to: file)
+        try file.write("\(record)\n\(record)\n")
         try TextData(tokenizer: tokenizer, length: length, answersOnly: answersOnly).write(.file(file), to: target)
         return try read(tokenizer)
     }
@@ -46,7 +46,14 @@ import Testing
             specials: ids.filter { tokenizer.isSpecial($0) })
     }
 
-    private func messages(_ turns: (String, String)...) throws -> String {
+    /// Returns what the person is told about the last file.
+    private func notices(_ tokenizer: TemplateTokenizer) throws -> [String] {
+        try TextData(tokenizer: tokenizer, length: 64).first(of: .file(file)).notices.sentences.map(\.english)
+    }
+
+    private func messages(_ turns: (String, String)...) throws -> String { try messages(turns) }
+
+    private func messages(_ turns: [(String, String)]) throws -> String {
         let list = turns.map { ["role": $0.0, "content": $0.1] }
         return String(decoding: try JSONSerialization.data(withJSONObject: ["messages": list]), as: UTF8.self)
     }
@@ -54,90 +61,86 @@ import Testing
     private func refusal(
         _ record: String, _ tokenizer: TemplateTokenizer = TemplateTokenizer(template: TemplateTokenizer.chatML)
     ) -> String {
-        defer { try? FileManager.default.removeItem(at: folder) }
         return message { _ = try trained(record: record, tokenizer) }
     }
 
-    private let chatML = TemplateTokenizer(template: TemplateTokenizer.chatML)
+    private let chatML = Self.chatML
+    private static let chatML = TemplateTokenizer(template: TemplateTokenizer.chatML)
+    private static let asksForThoughts = TemplateTokenizer(template: TemplateTokenizer.asksForThoughts)
     private let asked = #"{"role": "user", "content": "Why?"}"#
 
-    @Test func anAnswerIsItsTextAndWhatEndsIt() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
-        let record = try messages(
-            ("system", "Be brief."), ("user", "a"), ("assistant", "b\n"), ("user", "c"), ("assistant", "é 🙂"))
-        let found = try trained(record: record, chatML)
-        #expect(found.spans == ["b\n<|im_end|>\n", "é 🙂<|im_end|>\n"])
+    typealias Turns = [(role: String, content: String)]
+
+    @Test(
+        arguments: [
+            (
+                chatML, [("system", "s"), ("user", "a"), ("assistant", "b\n"), ("user", "c"), ("assistant", "é 🙂")],
+                ["b\n<|im_end|>\n", "é 🙂<|im_end|>\n"]
+            ),
+            (
+                chatML, [("assistant", "Hi"), ("user", "a"), ("assistant", "b")],
+                ["Hi<|im_end|>\n", "b<|im_end|>\n"]
+            ),
+            // The next message is in no answer.
+            (
+                TemplateTokenizer(template: TemplateTokenizer.phi),
+                [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")],
+                ["b</s>\n", "d</s>\n<|endoftext|>"]
+            ),
+            // The system's text is in a later message.
+            (
+                TemplateTokenizer(template: TemplateTokenizer.systemIsLast),
+                [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")],
+                [" b</s>", " d</s>"]
+            ),
+            // A token across the border to the answer counts, and a mark shares a token with the template.
+            (
+                TemplateTokenizer(words: ["\nSo"], template: TemplateTokenizer.chatML),
+                [("user", "a"), ("assistant", "So.")], ["\nSo.<|im_end|>\n"]
+            ),
+            (
+                TemplateTokenizer(words: ["\nMk"], template: TemplateTokenizer.chatML),
+                [("user", "a"), ("assistant", "So.")], ["So.<|im_end|>\n"]
+            ),
+            (asksForThoughts, [("user", "a"), ("assistant", "<b>!")], ["<b>!<|im_end|>\n"]),
+            (
+                asksForThoughts, [("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nb")],
+                ["hm\n</think>\n\nb<|im_end|>\n"]
+            ),
+        ] as [(TemplateTokenizer, Turns, [String])])
+    func anAnswerIsItsTextAndWhatEndsIt(_ tokenizer: TemplateTokenizer, _ turns: Turns, _ spans: [String]) throws {
+        #expect(try trained(record: messages(turns), tokenizer).spans == spans)
     }
 
     @Test func whereTheTemplateEndsNoAnswerTheTokenThatEndsATextDoes() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let record = try messages(("user", "a"), ("assistant", " b "), ("user", "c"), ("assistant", "d"))
         var tokenizer = TemplateTokenizer(template: TemplateTokenizer.endless)
         let found = try trained(record: record, tokenizer)
         #expect(found.spans == ["b<|endoftext|>", "d<|endoftext|>"])
         #expect(found.text == "<User>a<AI>b<|endoftext|><User>c<AI>d<|endoftext|>")
-        let notices = try TextData(tokenizer: tokenizer, length: 64).first(
-            of: .file(folder.appendingPathComponent("a.jsonl"))
-        ).notices
-        #expect(notices.sentences.contains { $0.english.contains("writes no token after an answer") })
+        #expect(try notices(tokenizer).contains { $0.contains("writes no token after an answer") })
         tokenizer.endOfText = nil
         #expect(
             refusal(record, tokenizer).hasPrefix("Line 1 of a.jsonl: the chat template writes no token after an answer")
         )
     }
 
-    @Test func theNextMessageIsInNoAnswer() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
-        let record = try messages(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
-        let found = try trained(record: record, TemplateTokenizer(template: TemplateTokenizer.phi))
-        #expect(found.spans == ["b</s>\n", "d</s>\n<|endoftext|>"])
-    }
-
-    @Test func anAnswerBeginsWithItsText() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
-        let tokenizer = TemplateTokenizer(template: TemplateTokenizer.asksForThoughts)
-        #expect(
-            try trained(record: messages(("user", "a"), ("assistant", "<b>!")), tokenizer).spans == ["<b>!<|im_end|>\n"]
-        )
-        #expect(
-            try trained(record: messages(("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nb")), tokenizer).spans
-                == [
-                    "hm\n</think>\n\nb<|im_end|>\n"
-                ])
+    @Test func thoughtsThatTheTemplateLeavesOutAreSaid() throws {
+        let tokenizer = Self.asksForThoughts
         let two = try messages(
             ("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nb"), ("user", "c"), ("assistant", "d"))
         #expect(try trained(record: two, tokenizer).spans == ["b<|im_end|>\n", "d<|im_end|>\n"])
-        let notices = try TextData(tokenizer: tokenizer, length: 64).first(
-            of: .file(folder.appendingPathComponent("a.jsonl"))
-        ).notices
-        #expect(notices.sentences.contains { $0.english.contains("leaves out thoughts") })
+        #expect(try notices(tokenizer).contains { $0.contains("leaves out thoughts") })
         let none = two.replacing("hm", with: "")
         #expect(try trained(record: none, tokenizer).spans == ["b<|im_end|>\n", "d<|im_end|>\n"])
-        let silent = try TextData(tokenizer: tokenizer, length: 64).first(
-            of: .file(folder.appendingPathComponent("a.jsonl"))
-        ).notices
-        #expect(silent.sentences.isEmpty)
+        #expect(try notices(tokenizer).isEmpty)
     }
 
-    @Test func aTokenAcrossTheBorderCounts() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
-        var tokenizer = chatML
-        tokenizer.words = ["\nSo"]
-        #expect(
-            try trained(record: messages(("user", "a"), ("assistant", "So.")), tokenizer).spans == ["\nSo.<|im_end|>\n"]
-        )
-        tokenizer = TemplateTokenizer(words: ["b<Us"], template: TemplateTokenizer.endless)
+    @Test func aTokenOfAnAnswerAndTheNextTextIsRefused() throws {
+        let tokenizer = TemplateTokenizer(words: ["b<Us"], template: TemplateTokenizer.endless)
         let record = try messages(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
         #expect(
             refusal(record, tokenizer).contains("one token holds the end of an answer and the start of the next text"))
-    }
-
-    @Test func aMarkMayShareATokenWithTheTemplate() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
-        var tokenizer = chatML
-        tokenizer.words = ["\nMk"]
-        #expect(
-            try trained(record: messages(("user", "a"), ("assistant", "So.")), tokenizer).spans == ["So.<|im_end|>\n"])
     }
 
     @Test func thoughtsOfTheLastAnswerAreNotLost() throws {
@@ -178,19 +181,6 @@ import Testing
                 "does not tell where the answer in message 2 begins and ends"))
     }
 
-    @Test func theSystemsTextMayBeInALaterMessage() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
-        let record = try messages(("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
-        let found = try trained(record: record, TemplateTokenizer(template: TemplateTokenizer.systemIsLast))
-        #expect(found.spans == [" b</s>", " d</s>"])
-    }
-
-    @Test func aConversationMayBeginWithAnAnswer() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
-        let record = try messages(("assistant", "Hi"), ("user", "a"), ("assistant", "b"))
-        #expect(try trained(record: record, chatML).spans == ["Hi<|im_end|>\n", "b<|im_end|>\n"])
-    }
-
     @Test func nothingVanishes() throws {
         let record = try messages(("developer", "Be brief."), ("user", "a"), ("assistant", "b"))
         let passes = TemplateTokenizer(template: TemplateTokenizer.passesOver)
@@ -205,7 +195,6 @@ import Testing
     }
 
     @Test func specialTokensInTextsAreText() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let (asked, answer) = ("a<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>", "b<|im_end|> c<s>")
         let record = try messages(("system", "<|im_start|>"), ("user", asked), ("assistant", answer))
         let found = try trained(record: record, chatML)
@@ -215,23 +204,19 @@ import Testing
                 + "<|im_start|>assistant\n\(answer)<|im_end|>\n")
         let plain = try trained(record: try messages(("system", "a"), ("user", "b"), ("assistant", "c")), chatML)
         #expect(found.specials == plain.specials && found.specials.count == 6)
-        let notices = try TextData(tokenizer: chatML, length: 512).write(
-            .file(folder.appendingPathComponent("a.jsonl")), to: target)
-        #expect(notices.sentences.isEmpty)
+        #expect(try TextData(tokenizer: chatML, length: 512).write(.file(file), to: target).sentences.isEmpty)
         let pair = #"{"prompt": "a<|im_end|>", "completion": "b<|endoftext|>"}"#
         let joined = try trained(record: pair, TemplateTokenizer())
         #expect(joined.text == "a<|im_end|>b<|endoftext|><|endoftext|>" && joined.specials.count == 1)
         #expect(joined.spans == ["b<|endoftext|><|endoftext|>"])
         let text = "{\"text\": \"0123456789<|im_end|>0123456789<|endoftext|>\"}"
         #expect(try trained(record: text, TemplateTokenizer(), length: 16).specials == joined.specials)
-        try Data("\(text)\n\(text)\n".utf8).write(to: folder.appendingPathComponent("b.jsonl"))
-        let told = try TextData(tokenizer: chatML, length: 16).write(
-            .file(folder.appendingPathComponent("b.jsonl")), to: target)
+        try file.write("\(text)\n\(text)\n")
+        let told = try TextData(tokenizer: chatML, length: 16).write(.file(file), to: target)
         #expect(told.sentences == ["Special tokens in your texts are trained as ordinary text."])
     }
 
     @Test func choicesAreAnswersToo() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let prompt = [Conversation.Message.user("a")]
         let choices = try (0..<2).map { _ in try Choice(prompt: prompt, chosen: "<b", rejected: "c") }
         let tokenizer = TemplateTokenizer(template: TemplateTokenizer.asksForThoughts)
@@ -271,14 +256,12 @@ import Testing
     }
 
     @Test func typedConversationsAreRecords() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         var untrained = Conversation.Message.assistant("b")
         untrained.isTrained = false
         let conversation = Conversation([.system("s"), .user("a"), untrained, .user("c"), .assistant("d")])
         let data = TextData(tokenizer: chatML, length: 64)
         try data.write(.conversations([conversation, conversation]), to: target)
         #expect(try read(chatML).spans == ["d<|im_end|>\n"])
-        let file = folder.appendingPathComponent("a.jsonl")
         try JSONEncoder().encode(conversation).write(to: file)
         #expect(try Conversation.read(contentsOf: file) == [conversation])
         var named = Conversation.Message.tool("noon")
@@ -288,7 +271,7 @@ import Testing
             [.user("a"), .assistant("", toolCalls: [call]), named], tools: [#"{"name": "clock"}"#])
         let json = try JSONEncoder().encode(tools)
         #expect(try JSONDecoder().decode(Conversation.self, from: json) == tools)
-        try Data(#"{"text": "a"}"#.utf8).write(to: file)
+        try file.write(#"{"text": "a"}"#)
         #expect(
             message { _ = try Conversation.read(contentsOf: file) }.hasPrefix("a.jsonl has texts, and no conversations")
         )
@@ -297,7 +280,6 @@ import Testing
     }
 
     @Test func aPromptsTokensAreThoseOfItAlone() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let record = #"{"prompt": "The end", "completion": "ing."}"#
         let split = TemplateTokenizer(words: ["ending", "end"])
         #expect(try trained(record: record, split).spans == ["ing.<|endoftext|>"])
@@ -309,13 +291,12 @@ import Testing
     }
 
     @Test func aTextIsBegunAndEndedOnce() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let tokenizer = TemplateTokenizer(beginOfText: TemplateTokenizer.id("<s>"), addsBegin: true)
         let line = "0123456789 0123456789 0123456789"
         let whole = try trained(record: "{\"text\": \"\(line)\"}", tokenizer, length: 16)
         #expect(whole.text.hasPrefix("<s>0123") && !whole.text.contains("<|endoftext|><|endoftext|>"))
         let file = folder.appendingPathComponent("a.txt")
-        try "\(line) \(line)".write(to: file, atomically: true, encoding: .utf8)
+        try file.write("\(line) \(line)")
         try TextData(tokenizer: tokenizer, length: 16).write(.file(file), to: target)
         #expect(try read(tokenizer).text.hasPrefix("<s>0123"))
         let answer = try trained(record: #"{"prompt": "a", "completion": "b"}"#, tokenizer)
@@ -325,7 +306,6 @@ import Testing
     }
 
     @Test func partsOfTextAreOneText() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let parts = #"[{"type": "text", "text": "b"}, "c", {"type": "output_text", "text": "d"}]"#
         let record = #"{"messages": [\#(asked), {"role": "assistant", "content": \#(parts)}]}"#
         #expect(try trained(record: record, chatML).spans == ["bcd<|im_end|>\n"])
@@ -335,7 +315,6 @@ import Testing
 
     @Test(arguments: ["\"weight\": 0", "\"train\": false", "\"training\": false", "\"loss\": 0", "\"masked\": true"])
     func anAnswerMayAskNotToBeTrained(_ key: String) throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let first = #"{"role": "assistant", "content": "b", \#(key)}"#
         let record =
             #"{"messages": [\#(asked), \#(first), \#(asked), {"role": "assistant", "content": "d", "weight": 1}]}"#
@@ -345,7 +324,7 @@ import Testing
         let answer = #"{"prompt": "a", "completion": "b"}"#
         let file = folder.appendingPathComponent("b.jsonl")
         let left = #"{"prompt": "x", "completion": "y", \#(key)}"#
-        try "\(left)\n\(answer)\n\(answer)".write(to: file, atomically: true, encoding: .utf8)
+        try file.write("\(left)\n\(answer)\n\(answer)")
         let notices = try TextData(tokenizer: chatML, length: 64).write(.file(file), to: target)
         #expect(try read(chatML).spans == ["b<|im_end|>\n"])
         #expect(notices.sentences.map(\.english) == ["Records that ask not to be trained are left out: 1."])
@@ -406,20 +385,15 @@ import Testing
     }
 
     @Test func nullIsNothingAndOtherKeysAreSaid() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let answer =
             #"{"role": "assistant", "content": "b", "id": "1", "tool_calls": null, "refusal": null}"#
         let record =
             #"{"messages": [\#(asked), \#(answer)], "tools": null, "source": "web", "id": 3, "text": null, "meta": {}}"#
         #expect(try trained(record: record, chatML).spans == ["b<|im_end|>\n"])
-        let notices = try TextData(tokenizer: chatML, length: 64).first(
-            of: .file(folder.appendingPathComponent("a.jsonl"))
-        ).notices
-        #expect(notices.sentences.map(\.english) == ["Columns that were not read: id, source."])
+        #expect(try notices(chatML) == ["Columns that were not read: id, source."])
     }
 
     @Test func promptsAndCompletionsMayBeMessages() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let prompt =
             #"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]"#
         let completion = #"[{"role": "assistant", "content": "d"}]"#
@@ -433,41 +407,37 @@ import Testing
     }
 
     @Test func theKindOfAFileIsItsNames() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let record = #"{"prompt": "a", "completion": "b"}"#
         for name in ["a.JSONL", "a.ndjson", "a.json"] {
             #expect(try trained(name, record: record, chatML).spans == ["b<|im_end|>\n"])
         }
         let file = folder.appendingPathComponent("list.json")
-        try "[\n \(record),\n \(record)\n]".write(to: file, atomically: true, encoding: .utf8)
+        try file.write("[\n \(record),\n \(record)\n]")
         let data = TextData(tokenizer: chatML, length: 16)
         let long = TextData(tokenizer: chatML, length: 64)
         try long.write(.file(file), to: target)
         #expect(try read(chatML).spans == ["b<|im_end|>\n"])
-        try "[{\"prompt\": \"a\"}, 1]".write(to: file, atomically: true, encoding: .utf8)
+        try file.write("[{\"prompt\": \"a\"}, 1]")
         #expect(
             message { try long.write(.file(file), to: target) }.hasPrefix(
                 "Record 1 of list.json: it has \"prompt\" and no text; records have \"text\", \"prompt\" and \"completion\", or \"messages\". In all, 2 records are refused."
             ))
         let text = String(repeating: "A line.\n", count: 20)
         for name in ["a.MD", "a.txt"] {
-            try text.write(to: folder.appendingPathComponent(name), atomically: true, encoding: .utf8)
+            try folder.appendingPathComponent(name).write(text)
             try data.write(.file(folder.appendingPathComponent(name)), to: target)
         }
         for name in ["a.csv", "a.pdf", "a"] {
-            try text.write(to: folder.appendingPathComponent(name), atomically: true, encoding: .utf8)
+            try folder.appendingPathComponent(name).write(text)
             let found = message { try data.write(.file(folder.appendingPathComponent(name)), to: target) }
             #expect(found.hasPrefix("\(name) is a kind of file that is not read"))
         }
     }
 
     @Test func recordsThatLoseSomethingAreCounted() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        let file = folder.appendingPathComponent("a.jsonl")
         let long = String(repeating: "long ", count: 20)
         let records = [(long, "a"), ("a", long), ("a", "b")].map { #"{"prompt": "\#($0)", "completion": "\#($1)"}"# }
-        try records.joined(separator: "\n").write(to: file, atomically: true, encoding: .utf8)
+        try file.write(records.joined(separator: "\n"))
         let notices = try TextData(tokenizer: chatML, length: 60).write(.file(file), to: target)
         #expect(
             notices.sentences.map(\.english) == [

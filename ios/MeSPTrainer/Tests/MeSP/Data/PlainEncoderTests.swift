@@ -45,22 +45,20 @@ import Testing
     @Test(arguments: [TemplateTokenizer.chatML, TemplateTokenizer.systemIsLast, TemplateTokenizer.phi])
     func theTemplatesTokensStay(_ template: @escaping TemplateTokenizer.Template) throws {
         let tokenizer = TemplateTokenizer(words: ["<|", "|>"], template: template)
-        func said(_ text: String) -> [Said] {
-            [
+        func turns(_ text: String) -> [Said] {
+            said(
                 ("system", "Be. \(text)"), ("user", text), ("assistant", "\(text) MeSPcut0z"),
-                ("user", "MeSPcut1z \(text)"),
-            ]
-            .map { Said(role: $0.0, content: $0.1) }
+                ("user", "MeSPcut1z \(text)"))
         }
         var plain = PlainEncoder(tokenizer)
         func asked(_ text: String) -> Conversation {
-            Conversation(said(text).map { Conversation.Message(role: $0.role, content: $0.content) })
+            Conversation(turns(text).map { Conversation.Message(role: $0.role, content: $0.content) })
         }
         let usual = try asked("x").applied(to: tokenizer, addsGenerationPrompt: true)
         #expect(try plain.encode(asked("x"), addsGenerationPrompt: true) == usual && !plain.hasSplit)
         for text in ["a<|im_end|>", "</s><s>[INST]", "<|user|>\n<|endoftext|> <|im_start|>"] {
             let ids = try plain.encode(asked(text), addsGenerationPrompt: true)
-            #expect(tokenizer.decode(ids) == template(said(text), true))
+            #expect(tokenizer.decode(ids) == template(turns(text), true))
             #expect(ids.filter(tokenizer.isSpecial) == usual.filter(tokenizer.isSpecial))
         }
     }
@@ -73,24 +71,13 @@ import Testing
         #expect(said == "The model's tokenizer cannot take \0 as text; remove it from the text.")
     }
 
-    private final class Counting: TextTokenizer, @unchecked Sendable {
-        private let chatML = TemplateTokenizer(template: TemplateTokenizer.chatML)
+    private final class Counting: WrappedTokenizer, @unchecked Sendable {
+        let wrapped: any TextTokenizer = TemplateTokenizer(template: TemplateTokenizer.chatML)
         var bytes = 0
-        var beginOfText: Int? { chatML.beginOfText }
-        var endOfText: Int? { chatML.endOfText }
-        var hasChatTemplate: Bool { true }
+
         func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
             bytes += text.utf8.count
-            return chatML.encode(text, addsSpecialTokens: addsSpecialTokens)
-        }
-        func decode(_ tokens: [Int]) -> String { chatML.decode(tokens) }
-        func isSpecial(_ token: Int) -> Bool { chatML.isSpecial(token) }
-        func applyChatTemplate(
-            messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
-            options: [String: any Sendable]
-        ) throws -> [Int] {
-            try chatML.applyChatTemplate(
-                messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt, options: options)
+            return wrapped.encode(text, addsSpecialTokens: addsSpecialTokens)
         }
     }
 

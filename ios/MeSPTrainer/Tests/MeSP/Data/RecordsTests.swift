@@ -6,20 +6,12 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-private struct WholeTemplate: TextTokenizer {
+private struct WholeTemplate: WrappedTokenizer {
     var goesOn = false
     /// Whether the template writes no tokens after messages, and reads no variables.
     var isEndless = false
-    private let bytes = TemplateTokenizer()
-
-    var beginOfText: Int? { nil }
-    var endOfText: Int? { bytes.endOfText }
-    var hasChatTemplate: Bool { true }
-    func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
-        bytes.encode(text, addsSpecialTokens: addsSpecialTokens)
-    }
-    func decode(_ tokens: [Int]) -> String { bytes.decode(tokens) }
-    func isSpecial(_ token: Int) -> Bool { bytes.isSpecial(token) }
+    let wrapped: any TextTokenizer = TemplateTokenizer()
+    let hasChatTemplate = true
 
     func applyChatTemplate(
         messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
@@ -52,7 +44,7 @@ private struct WholeTemplate: TextTokenizer {
 }
 
 @Suite struct RecordsTests {
-    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private let folder = newFolder()
 
     private struct Found {
         var text: String
@@ -63,10 +55,8 @@ private struct WholeTemplate: TextTokenizer {
     private func read(
         _ records: String..., tokenizer: any TextTokenizer = TemplateTokenizer(template: TemplateTokenizer.chatML)
     ) throws -> Found {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        defer { try? FileManager.default.removeItem(at: folder) }
         let file = folder.appendingPathComponent("a.jsonl")
-        try Data(records.joined(separator: "\n").utf8).write(to: file)
+        try file.write(records.joined(separator: "\n"))
         let (example, notices) = try TextData(tokenizer: tokenizer, length: 1024).first(of: .file(file))
         let ids = example.tokens.map { Int($0) }
         let counted = Set(example.counted.map { $0 + 1 })
@@ -124,8 +114,7 @@ private struct WholeTemplate: TextTokenizer {
         #expect(refusal(keys).contains("it has \"hint\", \"mood\", which nothing reads: write their text"))
         let parts = #"{"role": "user", "content": [{"type": "text", "text": "a", "caption": "b", "annotations": []}]}"#
         #expect(refusal(messages("\(parts), \(answer)")).contains("it has \"caption\", which nothing reads"))
-        #expect(
-            refusal(#"{"text": "a", "label": 1}"#).contains("it has \"label\", which nothing reads"))
+        #expect(refusal(#"{"text": "a", "label": 1}"#).contains("it has \"label\", which nothing reads"))
     }
 
     @Test func columnsThatAreNeverContentAreSaid() throws {
@@ -171,14 +160,17 @@ private struct WholeTemplate: TextTokenizer {
                 "leaves out the tool call of message 2, of the role assistant (\"clock\")"))
     }
 
+    /// Returns the template of a bundle whose manifest has this encoding.
+    private func asTrained(_ encoding: String) throws -> any TextTokenizer {
+        let bundle = newFolder()
+        try bundle.appendingPathComponent("manifest.json").write("{\"encoding\": \(encoding)}")
+        return WholeTemplate().asTrained(bundle)
+    }
+
     @Test func aBundleIsAskedAsItWasTrained() throws {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        let manifest = folder.appendingPathComponent("manifest.json")
-        try Data(#"{"encoding": {"chat_template_kwargs": {"mode": "fast"}}}"#.utf8).write(to: manifest)
-        let tokenizer = WholeTemplate().asTrained(folder)
+        let tokenizer = try asTrained(#"{"chat_template_kwargs": {"mode": "fast"}}"#)
         let prompt = try tokenizer.encode(prompt: Conversation([.user("a")]))
         #expect(tokenizer.decode(prompt).hasPrefix("[mode \"fast\"]"))
-        try FileManager.default.removeItem(at: manifest)
         let record = { (options: String) in #"{"prompt": "a", "completion": "b", "chat_template_kwargs": \#(options)}"#
         }
         #expect(try read(record(#"{"mode": "fast"}"#), tokenizer: tokenizer).text.hasPrefix("[mode \"fast\"]"))
@@ -191,11 +183,7 @@ private struct WholeTemplate: TextTokenizer {
     }
 
     @Test func textsAreJoinedAsInTheBundlesData() throws {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        let manifest = folder.appendingPathComponent("manifest.json")
-        try Data(#"{"encoding": {"chat": false}}"#.utf8).write(to: manifest)
-        let tokenizer = WholeTemplate().asTrained(folder)
-        try FileManager.default.removeItem(at: manifest)
+        let tokenizer = try asTrained(#"{"chat": false}"#)
         #expect(try read(#"{"prompt": "a", "completion": "b"}"#, tokenizer: tokenizer).text.hasPrefix("ab"))
         #expect(tokenizer.decode(try tokenizer.encode(prompt: Conversation([.user("a")]))) == "a")
         let chat = try read(messages("\(asked), \(answer)"), tokenizer: tokenizer).text
@@ -222,7 +210,6 @@ private struct WholeTemplate: TextTokenizer {
         let chatML = TemplateTokenizer(template: TemplateTokenizer.chatML)
         let ids = chatML.encode(found.text, addsSpecialTokens: false).map { Int32($0) }
         let preview = TrainingPreview(Example(tokens: ids, counted: [ids.count - 2]), tokenizer: chatML)
-        #expect(
-            preview.spans.map(\.text).joined().contains("one␍⏎\ntwo\\u{200B}three\\u{A0}⇥\\u{2028}"))
+        #expect(preview.spans.map(\.text).joined().contains("one␍⏎\ntwo\\u{200B}three\\u{A0}⇥\\u{2028}"))
     }
 }

@@ -6,16 +6,15 @@ import Testing
 @testable import MeSPCore
 
 @Suite struct TextDataTests {
-    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private let folder = newFolder()
     private var target: URL { folder.appendingPathComponent("tokens") }
 
     private func write(
         _ name: String, _ text: String, answersOnly: Bool = true, tokenizer: ByteTokenizer = ByteTokenizer(),
         length: Int = 16
     ) throws {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let file = folder.appendingPathComponent(name)
-        try text.write(to: file, atomically: true, encoding: .utf8)
+        try file.write(text)
         try TextData(tokenizer: tokenizer, length: length, answersOnly: answersOnly).write(.file(file), to: target)
     }
 
@@ -27,7 +26,6 @@ import Testing
     }
 
     @Test func aTextIsOneStreamWithItsLastTenthHeldOut() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let text = (0..<4000).map { "Line \($0).\n" }.joined()
         try write("text.txt", text)
         let (train, valid) = (try words("train.bin"), try words("valid.bin"))
@@ -36,7 +34,6 @@ import Testing
     }
 
     @Test func recordsOfTextAreOneStream() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let line = "0123456789 0123456789 0123456789"
         try write("text.jsonl", "{\"text\": \"\(line)\"}\n\n{\"text\": \"\(line)\"}\n")
         let tokens = line.utf8.map { Int($0) } + [0]
@@ -44,7 +41,6 @@ import Testing
     }
 
     @Test func theIDsAreThoseOfTheCommand() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let expected = try CommandIDs()
         for ids in expected.tokenizers {
             try write("text.txt", expected.file, tokenizer: ids.tokenizer)
@@ -69,7 +65,6 @@ import Testing
     }
 
     @Test func conversationsAreOneExampleASequence() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let records = (0..<3).map { #"{"prompt": "\#($0)", "completion": "yes, it is"}"# }
         try write("chat.jsonl", records.joined(separator: "\n"), answersOnly: false)
         #expect(try words("train.examples.bin") == [0, 17, 17, 17])
@@ -94,18 +89,14 @@ import Testing
             ["b\n\0", "c\n\0", "(hm)e\n\0"]
         ),
     ]) func everyAnswerCounts(_ tokenizer: ByteTokenizer, _ messages: String, _ expected: [String]) throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        let (file, record) = (folder.appendingPathComponent("chat.jsonl"), "{\"messages\": \(messages)}")
-        try "\(record)\n\(record)".write(to: file, atomically: true, encoding: .utf8)
-        try TextData(tokenizer: tokenizer, length: 128).write(.file(file), to: target)
+        let record = "{\"messages\": \(messages)}"
+        try write("chat.jsonl", "\(record)\n\(record)", tokenizer: tokenizer, length: 128)
         let tokens = try words("train.bin")
         let mask = try Data(contentsOf: target.appendingPathComponent("train.mask.bin"))
         #expect(tokens.count == mask.count)
         let counted = String(decoding: zip(tokens, mask).filter { $1 == 1 }.map { UInt8($0.0) }, as: UTF8.self)
         #expect(counted == expected.joined())
-        let stream = try #require(try TokenFolder.entries(in: target)["train"])
-        #expect(stream.mask == "train.mask.bin")
+        #expect(try TokenFolder.entries(in: target)["train"]?.mask == "train.mask.bin")
     }
 
     @Test(arguments: [
@@ -120,32 +111,25 @@ import Testing
         ("a.jsonl", "{", "Line 1 of a.jsonl: it is not a JSON object"),
         ("a.jsonl", "{\"prompt\": \"x\", \"completion\": \"y\"}", "a.jsonl has 0 usable records"),
     ]) func saysWhatIsWrong(_ name: String, _ text: String, _ expected: String) throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let found = message { try write(name, text) }
         #expect(found.hasPrefix(expected), "\(found)")
-        #expect(!FileManager.default.fileExists(atPath: target.path))
+        #expect(!target.exists)
     }
 
     @Test func aModelWithoutAChatTemplateTakesNoConversations() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        let file = folder.appendingPathComponent("a.jsonl")
         let record = #"{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}"#
-        try record.write(to: file, atomically: true, encoding: .utf8)
-        let data = TextData(tokenizer: ByteTokenizer(hasChatTemplate: false), length: 16)
-        let found = message { try data.write(.file(file), to: target) }
+        let found = message { try write("a.jsonl", record, tokenizer: ByteTokenizer(hasChatTemplate: false)) }
         #expect(
             found.hasPrefix("Line 1 of a.jsonl: the model's tokenizer has no chat template, which its messages need"))
     }
 
     @Test func endsWhenProgressThrows() throws {
-        defer { try? FileManager.default.removeItem(at: folder) }
         let text = String(repeating: "A line.\n", count: 100)
         #expect(throws: CancellationError.self) {
             try TextData(tokenizer: ByteTokenizer(), length: 16).write(.text(text), to: target) { _ in
                 throw CancellationError()
             }
         }
-        #expect(!FileManager.default.fileExists(atPath: target.path))
+        #expect(!target.exists)
     }
 }
