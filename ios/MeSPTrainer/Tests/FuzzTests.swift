@@ -104,30 +104,27 @@ import Testing
 
     private func bundle(_ fixture: String = "tied-32") throws -> (URL, Data) {
         let source = try #require(Fixture.cases.first { $0.lastPathComponent == fixture })
-            .appendingPathComponent("bundle.mesp")
-            .resolvingSymlinksInPath()
-        let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-        try FileManager.default.copyItem(at: source, to: folder)
-        let json = try JSONSerialization.jsonObject(
-            with: Data(contentsOf: folder.appendingPathComponent("manifest.json")))
-        var manifest = try #require(json as? [String: Any])
+        let folder = try source.appendingPathComponent("bundle.mesp").copy()
+        var manifest = try folder.appendingPathComponent("manifest.json").readJSON()
         manifest["end_tokens"] = [0, 3]  // which is optional
         return (folder, try JSONSerialization.data(withJSONObject: manifest, options: .sortedKeys))
     }
 
-    private func settings(_ folder: URL) -> RunSettings { RunSettings(bundle: folder.path, output: folder.path) }
+    private func settings(_ folder: URL, _ manifest: Manifest) throws -> RunSettings {
+        var settings = RunSettings(bundle: folder.path, output: folder.path)
+        settings.seqLen = try #require(manifest.seqLens.max())
+        settings.rank = try #require(manifest.ranks.max())
+        return settings
+    }
 
     @Test(arguments: ["tied-32", "gemma4"]) func manifests(_ fixture: String) throws {
         let (folder, manifest) = try bundle(fixture)
-        defer { try? FileManager.default.removeItem(at: folder) }
         try fuzz(seed: 1) { random in
             try mutatedJSON(manifest, &random).write(to: folder.appendingPathComponent("manifest.json"))
             let bundle = try ModelBundle(url: folder, checksums: false)
             for file in bundle.manifest.files { #expect(!file.path.contains("..") && !file.path.hasPrefix("/")) }
             for split in ["train", "valid"] { _ = try bundle.tokens(split) }
-            var settings = settings(folder)
-            settings.seqLen = try #require(bundle.manifest.seqLens.max())
-            settings.rank = try #require(bundle.manifest.ranks.max())
+            var settings = try settings(folder, bundle.manifest)
             settings.memoryLimitMb = Double.random(in: 1...100, using: &random)
             _ = try Planner(bundle.manifest, settings, systemLimit: nil).plan()
         }
@@ -135,14 +132,11 @@ import Testing
 
     @Test(arguments: ["tied-32", "gemma4"]) func offers(_ fixture: String) throws {
         let (folder, manifest) = try bundle(fixture)
-        defer { try? FileManager.default.removeItem(at: folder) }
         try fuzz(seed: 8) { random in
             let json = try mutatedJSON(manifest, &random)
             let offer = try HubDownload.Offer(repository: "a/b", json: json, commit: nil)
             #expect(offer.size >= json.count)
-            var settings = settings(folder)
-            settings.seqLen = try #require(offer.manifest.seqLens.min())
-            settings.rank = try #require(offer.manifest.ranks.min())
+            var settings = try settings(folder, offer.manifest)
             settings.method = GradientMethod.allCases.randomElement(using: &random) ?? .mesp
             settings.batchSize = [1, 4, 1 << 16].randomElement(using: &random) ?? 1
             _ = try Planner(offer.manifest, settings, systemLimit: 1 << 34).plan()
@@ -150,9 +144,7 @@ import Testing
     }
 
     @Test func logs() throws {
-        let folder = temporaryFolder()
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        defer { try? FileManager.default.removeItem(at: folder) }
+        let folder = newFolder()
         var settings = try RunSettings.ofATest(folder.appendingPathComponent("run"))
         settings.steps = 3
         try Run.run(settings)
@@ -174,12 +166,11 @@ import Testing
 
     @Test func indexesOfTokens() throws {
         let folder = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: folder) }
         let text = String(repeating: "Some text to train on.\n", count: 50)
         try TextData(tokenizer: ByteTokenizer(), length: 32).write(.text(text), to: folder)
         let index = folder.appendingPathComponent("data.json")
         let json = try Data(contentsOf: index)
-        let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
+        let source = try tiedBundle()
         try fuzz(seed: 10) { random in
             try mutatedJSON(json, &random).write(to: index)
             let bundle = try ModelBundle(url: source, text: folder, checksums: false)
@@ -190,7 +181,6 @@ import Testing
     /// Some bytes of a function file are changed, which may belong to sizes, shapes or indices. MLX runs the functions that pass the checks.
     @Test func functions() throws {
         let (folder, _) = try bundle()
-        defer { try? FileManager.default.removeItem(at: folder) }
         let bundle = try ModelBundle(url: folder, checksums: false)
         let length = try #require(bundle.manifest.seqLens.max())
         let (rank, hidden) = (try #require(bundle.manifest.ranks.first), bundle.architecture.hiddenSize)
@@ -248,9 +238,7 @@ import Testing
     }
 
     @Test func textOfOnesOwn() throws {
-        let folder = temporaryFolder()
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        defer { try? FileManager.default.removeItem(at: folder) }
+        let folder = newFolder()
         let (file, target) = (folder.appendingPathComponent("text.jsonl"), folder.appendingPathComponent("tokens"))
         let records = (0..<12).map { Data(#"{"prompt": "Question \#($0)?", "completion": "Answer \#($0)."}"#.utf8) }
         try fuzz(seed: 7) { random in
@@ -278,7 +266,6 @@ import Testing
 
     @Test(arguments: GradientMethod.allCases) func theLargestSizes(_ method: GradientMethod) throws {
         let (folder, json) = try bundle()
-        defer { try? FileManager.default.removeItem(at: folder) }
         var manifest = try #require(try JSONSerialization.jsonObject(with: json) as? [String: Any])
         var architecture = try #require(manifest["architecture"] as? [String: Any])
         for name in ["hidden_size", "vocab_size"] { architecture[name] = 1 << 20 }
@@ -311,7 +298,7 @@ import Testing
         let largest = try JSONDecoder.snakeCase.decode(
             Manifest.self, from: try JSONSerialization.data(withJSONObject: manifest))
         #expect(largest.architecture.isConsistent)
-        var settings = settings(folder)
+        var settings = RunSettings(bundle: folder.path, output: folder.path)
         (settings.method, settings.seqLen, settings.rank) = (method, 1 << 20, 1 << 12)
         (settings.optimizer, settings.maxGradNorm, settings.skipBadSteps) = (.adamw, 1, true)
         #expect(throws: MeSPError.self) { _ = try Planner(largest, settings, systemLimit: 1 << 40).plan() }
@@ -320,15 +307,10 @@ import Testing
     }
 
     @Test func runSettings() throws {
-        let file = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-        defer { try? FileManager.default.removeItem(at: file) }
+        let file = temporaryFolder()
         let (folder, _) = try bundle()
-        defer { try? FileManager.default.removeItem(at: folder) }
         let manifest = try ModelBundle(url: folder, checksums: false).manifest
-        var sound = settings(folder)
-        sound.seqLen = try #require(manifest.seqLens.max())
-        sound.rank = try #require(manifest.ranks.max())
-        let json = try JSONEncoder.snakeCase.encode(sound)
+        let json = try JSONEncoder.snakeCase.encode(settings(folder, manifest))
         try fuzz(seed: 3) { random in
             try mutatedJSON(json, &random).write(to: file)
             let settings = try RunSettings(contentsOf: file)
@@ -340,13 +322,9 @@ import Testing
 
     @Test func savedStates() throws {
         let (folder, _) = try bundle()
-        defer { try? FileManager.default.removeItem(at: folder) }
-        var settings = RunSettings(bundle: folder.path, output: folder.appendingPathComponent("run").path)
-        settings.usePaperUpdate()
         let bundle = try ModelBundle(url: folder)
-        settings.seqLen = try #require(bundle.manifest.seqLens.max())
-        settings.rank = try #require(bundle.manifest.ranks.first)
-        (settings.steps, settings.valBatches) = (1, 0)
+        var settings = try RunSettings.ofATest(folder.appendingPathComponent("run"), bundle: folder)
+        settings.steps = 1
         try Run.run(settings)
         let output = URL(fileURLWithPath: settings.output)
         let (file, sound) = (
@@ -378,7 +356,6 @@ import Testing
 
     @Test(arguments: ["", "peft"], [false, true]) func adapters(_ format: String, _ isDoRA: Bool) throws {
         let (folder, _) = try bundle()
-        defer { try? FileManager.default.removeItem(at: folder) }
         let architecture = try ModelBundle(url: folder, checksums: false).architecture
         let modules = [architecture.modules[0]]
         let layouts = architecture.layers.indices.map {
@@ -425,7 +402,6 @@ import Testing
     @Test(arguments: ["file", "folder", "manifest"]) func symbolicLinks(_ kind: String) throws {
         let (folder, _) = try bundle()
         let elsewhere = folder.appendingPathExtension("elsewhere")
-        defer { for url in [folder, elsewhere] { try? FileManager.default.removeItem(at: url) } }
         let moved = folder.appendingPathComponent(
             ["file": "embedding.bin", "folder": "blocks", "manifest": "manifest.json"][kind] ?? "")
         if kind == "manifest" {  // which must not be a link
@@ -433,7 +409,7 @@ import Testing
             try FileManager.default.createSymbolicLink(atPath: moved.path, withDestinationPath: "/dev/zero")
         } else {
             try FileManager.default.moveItem(at: moved, to: elsewhere)
-            try FileManager.default.createSymbolicLink(at: moved, withDestinationURL: elsewhere)
+            try moved.link(to: elsewhere)
         }
         #expect(throws: MeSPError.self) { _ = try ModelBundle(url: folder) }
     }

@@ -7,13 +7,12 @@ import Testing
 @testable import MeSPFiles
 
 @Suite struct FunctionChecksTests {
-    private static let demo = URL(fileURLWithPath: #filePath + "/../../../Demo.mesp").standardizedFileURL
     private static let fixtures = (Fixture.cases + Fixture.roundedCases).map {
         $0.appendingPathComponent("bundle.mesp")
     }
 
-    @Test(arguments: [demo] + fixtures) func whatWasExportedPasses(_ url: URL) throws {
-        var bundle = try ModelBundle(url: url, device: url == Self.demo ? .gpu : .cpu, checksums: false)
+    @Test(arguments: [demoBundle] + fixtures) func whatWasExportedPasses(_ url: URL) throws {
+        var bundle = try ModelBundle(url: url, device: url == demoBundle ? .gpu : .cpu, checksums: false)
         if url.path.contains("bfloat16") { bundle.dtype = .bfloat16 }
         for (kind, blocks) in bundle.manifest.blocks.enumerated() {
             for files in [\Manifest.Blocks.functions, \.plainFunctions, \.packed] {
@@ -33,7 +32,7 @@ import Testing
 
     /// The checksums match the replaced file, so only the check of functions can refuse it.
     @Test func noFunctionIsImportedBeforeItIsChecked() throws {
-        let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        let source = try tiedBundle()
         let manifest = try ModelBundle(url: source, checksums: false).manifest
         let (length, rank) = (try #require(manifest.seqLens.max()), manifest.ranks[0])
         let x = TestFunction.Array.array([16])
@@ -44,18 +43,14 @@ import Testing
             (lies, "the inputs, outputs or parameters of Slice do not match"),
             (other, "it does not have the inputs and outputs of a block"),
         ] {
-            let folder = temporaryFolder()
-            defer { try? FileManager.default.removeItem(at: folder) }
-            try FileManager.default.copyItem(at: source, to: folder)
+            let folder = try source.copy()
             let manifest = folder.appendingPathComponent("manifest.json")
             let url = folder.appendingPathComponent(file)
             let old = try (Data(contentsOf: url), sha256(of: url))
             let new = function.file()
             try new.write(to: url)
-            var text = try String(contentsOf: manifest, encoding: .utf8)
-            text = text.replacing(old.1, with: try sha256(of: url))
-            text = text.replacing("\"size\": \(old.0.count)", with: "\"size\": \(new.count)")
-            try text.write(to: manifest, atomically: true, encoding: .utf8)
+            try manifest.replace(old.1, with: sha256(of: url))
+            try manifest.replace("\"size\": \(old.0.count)", with: "\"size\": \(new.count)")
             let bundle = try ModelBundle(url: folder)
             let sentence = message { _ = try bundle.importFunctions(\.plainFunctions, length: length, rank: rank) }
             #expect(
@@ -150,8 +145,7 @@ import Testing
             other[index] = 1
             let array = TestFunction.Array.array([1, 1, 9, 64])
             let node = Node.node("ScaledDotProductAttention", [], state: other, [0, 0, 0], array, device: 1)
-            #expect(
-                message { try check(TestFunction(array, [node]).file(), onGPU: true) }.contains("do not match"))
+            #expect(message { try check(TestFunction(array, [node]).file(), onGPU: true) }.contains("do not match"))
         }
         let row = TestFunction.Array.array([4])
         let norm = Node.node("RMSNorm", [], state: Data([0, 0, 128, 63]), [0, 0], row)

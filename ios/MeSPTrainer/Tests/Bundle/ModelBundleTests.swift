@@ -8,35 +8,19 @@ import Testing
 @testable import MeSPFiles
 
 @Suite(.serialized) struct ModelBundleTests {
-    private func copy(_ fixture: URL? = Fixture.tied) throws -> URL {
-        let source = try #require(fixture).appendingPathComponent("bundle.mesp")
-            .resolvingSymlinksInPath()
-        let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-        try FileManager.default.copyItem(at: source, to: folder)
-        return folder
-    }
-
     @Test func refusesWhatIsNoBundle() {
         let missing = URL(fileURLWithPath: "/nowhere/x.mesp")
         #expect(message { _ = try ModelBundle(url: missing) }.contains("manifest.json"))
     }
 
-    @Test(arguments: [
-        ("blocks/00.bin", "damaged"), ("embedding.bin", "damaged"),
-    ]) func noticesAFlippedByte(_ file: String, _ expected: String) throws {
-        let folder = try copy()
-        defer { try? FileManager.default.removeItem(at: folder) }
-        let url = folder.appendingPathComponent(file)
-        var data = try Data(contentsOf: url)
-        data[data.count / 3] ^= 1
-        try data.write(to: url)
-        let text = message { _ = try ModelBundle(url: folder) }
-        #expect(text.contains(expected) && text.contains(file))
+    @Test(arguments: ["blocks/00.bin", "embedding.bin"]) func noticesAFlippedByte(_ file: String) throws {
+        let folder = try tiedBundle().copy()
+        try folder.appendingPathComponent(file).flipBit(ofByte: 1000)
+        #expect(message { _ = try ModelBundle(url: folder) }.contains("\(file) in \(folder.path) is damaged"))
     }
 
     @Test func noticesATruncatedAndAMissingFile() throws {
-        let folder = try copy()
-        defer { try? FileManager.default.removeItem(at: folder) }
+        let folder = try tiedBundle().copy()
         let url = folder.appendingPathComponent("blocks/01.bin")
         let data = try Data(contentsOf: url)
         try data.dropLast(1).write(to: url)
@@ -55,12 +39,10 @@ import Testing
         ("\"hidden_size\": ", "\"hidden_size\": 64", "export the bundle again"),
         ("{", "", "damaged"),
     ]) func refusesAWrongManifest(_ text: String, _ replacement: String, _ expected: String) throws {
-        let folder = try copy()
-        defer { try? FileManager.default.removeItem(at: folder) }
+        let folder = try tiedBundle().copy()
         let url = folder.appendingPathComponent("manifest.json")
-        let manifest = try String(contentsOf: url, encoding: .utf8)
-        #expect(manifest.contains(text))
-        try manifest.replacingOccurrences(of: text, with: replacement).write(to: url, atomically: true, encoding: .utf8)
+        #expect(try url.readText().contains(text))
+        try url.replace(text, with: replacement)
         let sentence = message { _ = try ModelBundle(url: folder) }
         #expect(sentence.lowercased().contains(expected.lowercased()), "\(sentence)")
     }
@@ -69,11 +51,10 @@ import Testing
         "a block of two kinds", "a block of no kind", "a kind with two attentions", "many dimensions", "another dtype",
         "scales of no format", "a norm that is stacked", "a matrix that is stacked",
     ]) func refusesBlocksThatDoNotFit(_ damage: String) throws {
-        let folder = try copy(Fixture.cases.first { $0.lastPathComponent == "gemma3" })
-        defer { try? FileManager.default.removeItem(at: folder) }
+        let gemma3 = try #require(Fixture.cases.first { $0.lastPathComponent == "gemma3" })
+        let folder = try gemma3.appendingPathComponent("bundle.mesp").copy()
         let url = folder.appendingPathComponent("manifest.json")
-        let json = try JSONSerialization.jsonObject(with: Data(contentsOf: url))
-        var manifest = try #require(json as? [String: Any])
+        var manifest = try url.readJSON()
         var blocks = try #require(manifest["blocks"] as? [[String: Any]])
         var architecture = try #require(manifest["architecture"] as? [String: Any])
         var arrays = try #require(blocks[0]["arrays"] as? [[String: Any]])
@@ -106,21 +87,20 @@ import Testing
 
     @Test(arguments: ["functions", "plain_functions", "packed_functions"])
     func refusesAKindWithSomeFunctions(_ kind: String) throws {
-        let demo = URL(fileURLWithPath: #filePath + "/../../../Demo.mesp").standardizedFileURL
-        let folder = try copyWithoutFunctions(demo)
-        defer { try? FileManager.default.removeItem(at: folder) }
+        let folder = try copyWithoutFunctions(demoBundle)
         let url = folder.appendingPathComponent("manifest.json")
         let bare = try ModelBundle(url: folder).manifest
         #expect(bare.blocks.allSatisfy { !$0.hasFunctions })
         let length = try #require(bare.seqLens.first)
         func write(_ kinds: [String]) throws {
-            var manifest = try #require(try JSONSerialization.jsonObject(with: Data(contentsOf: url)) as? [String: Any])
-            var blocks = try #require(manifest["blocks"] as? [[String: Any]])
-            for kind in kinds {
-                blocks[0][kind] = Dictionary(uniqueKeysWithValues: bare.seqLens.map { ("\($0)", "block.\($0).mlxfn") })
+            try url.changeJSON {
+                var blocks = try #require($0["blocks"] as? [[String: Any]])
+                for kind in kinds {
+                    blocks[0][kind] = Dictionary(
+                        uniqueKeysWithValues: bare.seqLens.map { ("\($0)", "block.\($0).mlxfn") })
+                }
+                $0["blocks"] = blocks
             }
-            manifest["blocks"] = blocks
-            try JSONSerialization.data(withJSONObject: manifest).write(to: url)
         }
         try write([kind])
         let sentence = message { _ = try ModelBundle(url: folder) }
@@ -130,36 +110,26 @@ import Testing
     }
 
     @Test func theLicenceOfAModelsOwnHasNameAndLink() throws {
-        let folder = try copy()
-        defer { try? FileManager.default.removeItem(at: folder) }
+        let folder = try tiedBundle().copy()
         #expect(try ModelBundle(url: folder).manifest.model.licenseName == nil)
-        let url = folder.appendingPathComponent("manifest.json")
-        let manifest = try String(contentsOf: url, encoding: .utf8)
         let named = "\"model\": {\"license_name\": \"gemma\", \"license_link\": \"https://ai.google.dev/gemma/terms\", "
-        try manifest.replacing("\"model\": {", with: named).write(to: url, atomically: true, encoding: .utf8)
+        try folder.appendingPathComponent("manifest.json").replace("\"model\": {", with: named)
         let model = try ModelBundle(url: folder).manifest.model
         #expect(model.licenseName == "gemma" && model.licenseLink == "https://ai.google.dev/gemma/terms")
     }
 
     @Test(arguments: [[-1], [0, 0], [0, 1 << 20], ["0"], 0] as [any Sendable])
     func refusesEndTokensThatAreNone(_ tokens: any Sendable) throws {
-        let folder = try copy()
-        defer { try? FileManager.default.removeItem(at: folder) }
+        let folder = try tiedBundle().copy()
         let url = folder.appendingPathComponent("manifest.json")
-        var manifest = try #require(try JSONSerialization.jsonObject(with: Data(contentsOf: url)) as? [String: Any])
-        func write(_ tokens: Any) throws {
-            manifest["end_tokens"] = tokens
-            try JSONSerialization.data(withJSONObject: manifest).write(to: url)
-        }
-        try write([0, 1])
+        try url.changeJSON { $0["end_tokens"] = [0, 1] }
         #expect(try ModelBundle(url: folder).manifest.endTokens == [0, 1])
-        try write(tokens)
+        try url.changeJSON { $0["end_tokens"] = tokens }
         #expect(message { _ = try ModelBundle(url: folder) }.hasSuffix("export the bundle again."))
     }
 
     @Test func sha256KnownAnswers() throws {
-        let url = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-        defer { try? FileManager.default.removeItem(at: url) }
+        let url = temporaryFolder()
         for (text, digest) in [
             ("", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"),
             ("abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"),
@@ -261,8 +231,7 @@ import Testing
     }
 
     @Test func aWindowInWhichNothingCountsIsNoSequence() {
-        let stream = TokenStream(
-            tokens: data([0, 1, 2, 3, 4, 5, 6, 7, 8]), mask: Data([1, 0, 1, 0, 0, 0, 0, 1, 1]))
+        let stream = TokenStream(tokens: data([0, 1, 2, 3, 4, 5, 6, 7, 8]), mask: Data([1, 0, 1, 0, 0, 0, 0, 1, 1]))
         let windows = stream.sequences(lengths: [2])
         #expect(windows.count == 2)
         #expect(windows[0] == Example(tokens: [0, 1, 2], counted: [1]))

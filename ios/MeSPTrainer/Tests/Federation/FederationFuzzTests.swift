@@ -59,33 +59,15 @@ import Testing
         return (try visit(tree), new)
     }
 
-    private func question(_ manifest: Manifest) -> FlowerRecords {
-        let architecture = manifest.architecture
-        var arrays = [String: FlowerArray]()
-        for module in architecture.modules {
-            let blocks = (0..<architecture.numHiddenLayers).map { architecture.block($0) }
-                .filter { $0.modules.contains(module) }
-            let shape = [blocks.count, manifest.ranks[0], blocks[0].dimensions(module).outputs]
-            arrays[module.name + ".lora_b"] = FlowerArray(
-                .float32, shape: shape, data: Data(count: shape.reduce(4, *)))
-        }
-        let model = [manifest.model.id, manifest.model.revision].compactMap { $0 }.joined(separator: "@")
-        let config: [String: FlowerValue] = [
-            "model": .text(model), "exchange": .text("float32"), "timeout": .double(600), "server-round": .int(1),
-            "steps": .int(2), "seq_len": .int(Int64(manifest.seqLens[0])), "rank": .int(Int64(manifest.ranks[0])),
-            "alpha": .double(4), "freeze_a": .flag(true), "optimizer": .text("sgd"), "learning_rate": .double(0.1),
-            "projections": .texts(["q", "v"]), "batch_size": .int(2),
-        ]
-        return FlowerRecords(arrays: ["arrays": arrays], configs: ["config": config])
-    }
-
     @Test func messages() throws {
-        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        let bundle = try tiedBundle()
         let folder = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: folder) }
         let pending = PendingMessage(folder: folder, mostBytes: Self.most)
         var sound = FlowerObjectStore()
-        let records = try sound.add(question(try ModelBundle(url: bundle, checksums: false).manifest))
+        let round = SuperLink.round(
+            of: try ModelBundle(url: bundle, checksums: false).manifest,
+            ["projections": .texts(["q", "v"]), "batch_size": .int(2)])
+        let records = try sound.add(round)
         let message = try sound.add("Message", children: [records]) { _ in Data() }
         var random = FuzzTests.Generator(state: 11)
         var (refused, before) = (0, memoryFootprint())
@@ -94,14 +76,12 @@ import Testing
             do {
                 try pending.empty()
                 let objects = folder.appendingPathComponent("objects")
-                try FileManager.default.createDirectory(at: objects, withIntermediateDirectories: true)
+                try objects.makeFolder()
                 for (id, content) in contents { try content.write(to: objects.appendingPathComponent(id)) }
                 let (records, bytes) = try pending.content(of: tree)
                 #expect(bytes <= 2 * Self.most)
                 guard number % 5 == 0 else { continue }  // writes to the disk
-                let question = SuperNode.Question(
-                    id: tree.id, node: 1, type: "train", run: 1, group: "1", created: .now, records: records,
-                    folder: try pending.workFolder)
+                let question = SuperLink.question(records, in: try pending.workFolder)
                 let settings = try FederatedRun(question, bundle: bundle).settings
                 #expect(settings.bundle == bundle.path && settings.output.hasPrefix(folder.path))
             } catch let error as MeSPError {

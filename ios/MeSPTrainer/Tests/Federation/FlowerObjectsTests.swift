@@ -35,12 +35,18 @@ struct FlowerObjectsTests {
             + "NGI1NTE5ZjI4NzQzOWViNjk0ZDg5ZDA5ZDMzYzJhMWQ2ODg4MDVhOGViYTcxYzMxZDM2OTlkNTVmYjNkMyIsICJtZXRyaWNzIjog"
             + "IjYyNGVkOTM4YzFkY2NjNTE0NzRkYzk4OWQzNjFhNGU2NGUxNTNmODExMGQxOWQyZDc3ZTM4N2E5YTJjYzY0MjgiLCAiY29uZmln"
             + "IjogImY3ZDZhMmNkMDI1ZjliMjMwOGZkNDJiOWQwNzFlMTI0MWUwNDVlODNhMzk0OTIyNGI5ZTg0OWZmOWE1MTdjMDcifQ==",
-    ]
+    ].compactMap { Data(base64Encoded: $0) }
     private let id = "bd92b44d8ccd5e2c5bdc66d22f4dc7b05147ba1ef297fdc6e012c23c7466f633"
 
     private static let floats = FlowerArray(
         .float32, shape: [2, 2], data: [0, 1, 2, 3].map(Float.init).withUnsafeBytes { Data($0) })
     private static let halves = FlowerArray(.uint16, shape: [2], data: Data([1, 0, 255, 255]))
+    private func flowersStore() throws -> FlowerObjectStore {
+        var store = FlowerObjectStore()
+        for content in objects { try store.take(content, id: sha256(content)) }
+        return store
+    }
+
     private let records = FlowerRecords(
         arrays: ["arrays": ["b": floats, "half": halves, "again": floats]],
         metrics: ["metrics": ["num-examples": .int(-3), "loss": .double(0.5)]],
@@ -52,18 +58,14 @@ struct FlowerObjectsTests {
         ])
 
     @Test func readsWhatFlowerWrites() throws {
-        var store = FlowerObjectStore()
-        for content in objects.compactMap({ Data(base64Encoded: $0) }) { try store.take(content, id: sha256(content)) }
+        let store = try flowersStore()
         #expect(store.contents.count == objects.count)
         #expect(try store.records(id, most: 1 << 26) == records)
     }
 
     @Test func writesWhatFlowerWrites() throws {
-        var (store, flowers) = (FlowerObjectStore(), FlowerObjectStore())
-        let tree = try store.add(records)
-        for content in objects.compactMap({ Data(base64Encoded: $0) }) {
-            try flowers.take(content, id: sha256(content))
-        }
+        var store = FlowerObjectStore()
+        let (tree, flowers) = (try store.add(records), try flowersStore())
         for content in flowers.contents.values where content.starts(with: Data("ArrayChunk".utf8)) {
             #expect(store.contents.values.contains(content))
         }
@@ -90,12 +92,7 @@ struct FlowerObjectsTests {
             let places = Array(repeating: "0", count: times).joined(separator: ",")
             return Data(#"{"stype": "numpy.ndarray", "arraychunk_ids": [\#(places)]}"#.utf8)
         }
-        let arrays = try store.add("ArrayRecord", children: [array]) { _ in
-            Data(#"{"a": "\#(array.id)"}"#.utf8)
-        }
-        let records = try store.add("RecordDict", children: [arrays]) { _ in
-            Data(#"{"arrays": "\#(arrays.id)"}"#.utf8)
-        }
+        let records = try SuperLink.add(array: array, to: &store)
         let error = #expect(throws: MeSPError.self) { try store.records(records.id, most: 1 << 26) }
         #expect(error?.sentence.english.contains("more than 67 MB") == (times > 1))
     }
@@ -106,7 +103,7 @@ struct FlowerObjectsTests {
     }
 
     @Test func damagedObjectsAreRefused() throws {
-        for content in objects.compactMap({ Data(base64Encoded: $0) }) {
+        for content in objects {
             for length in 0..<content.count {
                 #expect(throws: MeSPError.self) { try FlowerObject(content: content.prefix(length)) }
             }

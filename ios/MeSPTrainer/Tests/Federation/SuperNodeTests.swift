@@ -7,14 +7,23 @@ import Testing
 private struct Interrupted: Error {}
 
 final class SuperNodeTests {
-    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private let folder = newFolder()
     private let host = UUID().uuidString.lowercased() + ".test"
-    deinit { try? FileManager.default.removeItem(at: folder) }
 
-    private func node(lease: Double = 75, at host: String? = nil) throws -> SuperNode {
+    private func node(_ seconds: SuperNode.Seconds? = nil, at host: String? = nil) throws -> SuperNode {
         try SuperNode(
             server: try #require(URL(string: "https://\(host ?? self.host):8000")), folder: folder, mostBytes: 1 << 20,
-            transport: SuperLink.transport(), seconds: .init(heartbeat: 30, poll: 0.01, lease: lease))
+            transport: SuperLink.transport(),
+            seconds: seconds ?? .init(heartbeat: 30, poll: 0.01, lease: 75))
+    }
+
+    /// Runs a node that ends by itself, and returns its error.
+    private func failure<E: Error>(
+        of node: SuperNode? = nil, as type: E.Type = MeSPError.self,
+        answer: @escaping @Sendable (SuperNode.Question) async throws -> FlowerRecords = SuperNodeTests.train
+    ) async throws -> E? {
+        let node = try node ?? self.node()
+        return await #expect(throws: type) { try await node.run(report: { _ in }, answer: answer) }
     }
 
     @discardableResult
@@ -75,16 +84,11 @@ final class SuperNodeTests {
 
     @Test func goesOnWhereItEnded() async throws {
         try SuperLink.ask(host)
-        let first = try node()
-        await #expect(throws: CancellationError.self) {
-            try await first.run(report: { _ in }, answer: { _ in throw CancellationError() })
-        }
+        _ = try await failure(as: CancellationError.self) { _ in throw CancellationError() }
         let pulls = SuperLink.with(host) { $0.calls.filter { $0 == "pull-object" }.count }
         #expect(SuperLink.with(host) { $0.calls.filter { $0 == "activate-node" }.count } == 1)
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
-        await #expect(throws: MeSPError.self) {
-            try await self.node().run(report: { _ in }, answer: Self.train)
-        }
+        _ = try await failure()
         try await run(node(), until: Self.isSent) { _ in throw Interrupted() }
         #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
         #expect(SuperLink.with(host) { $0.calls.filter { $0 == "pull-object" }.count } == pulls)
@@ -105,13 +109,7 @@ final class SuperNodeTests {
     @Test(arguments: [500, 503, 429])
     func endsAfterAServerHasFailedManyTimes(status: Int) async throws {
         SuperLink.with(host) { $0.faults["pull-messages"] = Array(repeating: (status, ""), count: 100) }
-        let node = try SuperNode(
-            server: try #require(URL(string: "https://\(host):8000")), folder: folder, mostBytes: 1 << 20,
-            transport: SuperLink.transport(),
-            seconds: .init(heartbeat: 30, poll: 0.01, lease: 0, retry: 0.001))
-        let error = await #expect(throws: MeSPError.self) {
-            try await node.run(report: { _ in }, answer: Self.train)
-        }
+        let error = try await failure(of: node(.init(heartbeat: 30, poll: 0.01, lease: 0, retry: 0.001)))
         let said = "is busy (\(status)), 10 times in a row; ask its operator, and join again later."
         #expect(error?.sentence.english.hasSuffix(said) == true)
         #expect(SuperLink.with(host) { $0.calls.count { $0 == "pull-messages" } } == 10)
@@ -167,10 +165,7 @@ final class SuperNodeTests {
     @Test(arguments: [false, true])
     func forgetsAMessageOfAnotherServer(isElsewhere: Bool) async throws {
         try SuperLink.ask(host)
-        let first = try node()
-        await #expect(throws: CancellationError.self) {
-            try await first.run(report: { _ in }, answer: { _ in throw CancellationError() })
-        }
+        _ = try await failure(as: CancellationError.self) { _ in throw CancellationError() }
         #expect(try !keeps().isEmpty)
         if isElsewhere {
             // The other server also accepts the node's previous id.
@@ -184,13 +179,9 @@ final class SuperNodeTests {
     @Test func aMessageThatWasHalfRemovedLeavesNothing() async throws {
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
-        await #expect(throws: MeSPError.self) {
-            try await self.node().run(
-                report: { _ in },
-                answer: { question in
-                    try Data().write(to: question.folder.appendingPathComponent("kept"))
-                    return try await Self.train(question)
-                })
+        _ = try await failure { question in
+            try Data().write(to: question.folder.appendingPathComponent("kept"))
+            return try await Self.train(question)
         }
         #expect(try Set(keeps()).isSuperset(of: ["message", "reply", "work/kept"]))
         try FileManager.default.removeItem(at: folder.appendingPathComponent("message"))
@@ -205,12 +196,7 @@ final class SuperNodeTests {
     @Test func refusesInASentence() async throws {
         func sentence(_ faults: [String: [(status: Int, body: String)]]) async throws -> String? {
             SuperLink.with(host) { $0.faults = faults }
-            do {
-                try await node(lease: 0).run(report: { _ in }, answer: Self.train)
-                return nil
-            } catch let error as MeSPError {
-                return error.sentence.english
-            }
+            return try await failure(of: node(.init(heartbeat: 30, poll: 0.01, lease: 0)))?.sentence.english
         }
         #expect(try await sentence(["register-node": [(404, "not found")]])?.contains("Flower 1.41") == true)
         #expect(try await sentence(["activate-node": [(401, "{}")]])?.contains("clock") == true)
@@ -221,7 +207,7 @@ final class SuperNodeTests {
                 try SuperNode(server: try #require(URL(string: address)), folder: folder, mostBytes: 0)
             }
         }
-        try Data("no key".utf8).write(to: folder.appendingPathComponent("node.key"))
+        try folder.appendingPathComponent("node.key").write("no key")
         #expect(throws: MeSPError.self) { try node() }
     }
 
@@ -253,12 +239,7 @@ final class SuperNodeTests {
                 let array = try store.add("Array", children: [chunk]) { _ in
                     Data(#"{"dtype": "int64", "shape": [2], "stype": "numpy.ndarray", "arraychunk_ids": [0]}"#.utf8)
                 }
-                let record = try store.add("ArrayRecord", children: [array]) { _ in
-                    Data(#"{"a": "\#(array.id)"}"#.utf8)
-                }
-                return try store.add("RecordDict", children: [record]) { _ in
-                    Data(#"{"arrays": "\#(record.id)"}"#.utf8)
-                }
+                return try SuperLink.add(array: array, to: &store)
             }
         case .tooLarge:
             SuperLink.with(host) { $0.faults["pull-object"] = [(200, String(repeating: "x", count: 9 << 20))] }
@@ -295,7 +276,7 @@ final class SuperNodeTests {
         }
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
-        await #expect(throws: MeSPError.self) { try await self.node().run(report: { _ in }, answer: Self.train) }
+        _ = try await failure()
         try Data("x".utf8).write(to: folder.appendingPathComponent("reply"))
         try await run(node(), until: Self.isSent, answer: Self.train)
         #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
@@ -305,10 +286,7 @@ final class SuperNodeTests {
     func endsWhileTheServerKeepsItBusy(call: String) async throws {
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.faults[call] = Array(repeating: (SuperLink.never, ""), count: 100) }
-        let node = try SuperNode(
-            server: try #require(URL(string: "https://\(host):8000")), folder: folder, mostBytes: 1 << 20,
-            transport: SuperLink.transport(), seconds: .init(heartbeat: 0.1, poll: 0.01, lease: 0))
-        let task = Self.started(node)
+        let task = Self.started(try node(.init(heartbeat: 0.1, poll: 0.01, lease: 0)))
         while SuperLink.with(host, { !$0.calls.contains(call) }) { try await Task.sleep(for: .milliseconds(5)) }
         task.cancel()
         await #expect(throws: CancellationError.self) { try await task.value }
@@ -360,9 +338,7 @@ final class SuperNodeTests {
         let (events, continuation) = AsyncStream.makeStream(of: SuperNode.Event.self)
         let task = Self.started(first) { continuation.yield($0) }
         for await event in events { if case .joined = event { break } }
-        let error = await #expect(throws: MeSPError.self) {
-            try await self.node().run(report: { _ in }, answer: Self.train)
-        }
+        let error = try await failure()
         #expect(error?.sentence.english.contains("is writing to") == true)
         task.cancel()
         await #expect(throws: CancellationError.self) { try await task.value }
@@ -371,20 +347,15 @@ final class SuperNodeTests {
     }
 
     @Test func followsNoLinkInItsFolder() async throws {
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let elsewhere = folder.appendingPathComponent("elsewhere")
-        try Data("kept".utf8).write(to: elsewhere)
-        try FileManager.default.createSymbolicLink(
-            at: folder.appendingPathComponent(".lock"), withDestinationURL: elsewhere)
-        await #expect(throws: MeSPError.self) {
-            try await self.node().run(report: { _ in }, answer: Self.train)
-        }
-        #expect(try Data(contentsOf: elsewhere) == Data("kept".utf8))
+        try elsewhere.write("kept")
+        try folder.appendingPathComponent(".lock").link(to: elsewhere)
+        _ = try await failure()
+        #expect(try elsewhere.readText() == "kept")
     }
 
     @Test func keepsItsKey() throws {
         func made() throws -> NodeKey { try NodeKey(file: folder.appendingPathComponent("key")) }
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let key = try made()
         #expect(try made().publicKey == key.publicKey)
         #expect(key.openSSH.hasPrefix("ecdsa-sha2-nistp256 AAAAE2VjZHNhLXNoYTItbmlzdHAyNTYAAAAIbmlzdHAyNTYAAABB"))

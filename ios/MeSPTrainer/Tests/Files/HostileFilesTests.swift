@@ -17,25 +17,20 @@ import Testing
 #endif
 
 @Suite(.serialized) final class HostileFilesTests {
-    private let folder = temporaryFolder()
+    private let folder = newFolder()
     private let files = FileManager.default
     private var outside: URL { folder.appendingPathComponent("outside.bin") }
     private var bundle: URL { folder.appendingPathComponent("bundle.mesp") }
 
     init() throws {
-        try files.createDirectory(at: folder, withIntermediateDirectories: true)
-        let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
-        try files.copyItem(at: source, to: bundle)
-        try Data("not to be touched".utf8).write(to: outside)
+        try tiedBundle().copy(to: bundle)
+        try outside.write("not to be touched")
     }
-    deinit { try? FileManager.default.removeItem(at: folder) }
 
-    private func isUntouched() throws -> Bool { try Data(contentsOf: outside) == Data("not to be touched".utf8) }
+    private func isUntouched() throws -> Bool { try outside.readText() == "not to be touched" }
 
     private func manifest(_ change: (inout [String: Any]) throws -> Void = { _ in }) throws -> Data {
-        let json = try JSONSerialization.jsonObject(
-            with: Data(contentsOf: bundle.appendingPathComponent("manifest.json")))
-        var manifest = try #require(json as? [String: Any])
+        var manifest = try bundle.appendingPathComponent("manifest.json").readJSON()
         try change(&manifest)
         return try JSONSerialization.data(withJSONObject: manifest)
     }
@@ -63,25 +58,25 @@ import Testing
         let text = String(repeating: "Some text to train on.\n", count: 100)
         try TextData(tokenizer: ByteTokenizer(), length: 32).write(.text(text), to: data)
         try Data(count: 4 * 2000).write(to: outside)
-        try files.createSymbolicLink(at: data.appendingPathComponent("linked.bin"), withDestinationURL: outside)
-        try files.createSymbolicLink(at: data.appendingPathComponent("folder"), withDestinationURL: folder)
-        let index = data.appendingPathComponent("data.json")
-        let json = try JSONSerialization.jsonObject(with: Data(contentsOf: index))
-        var splits = try #require(json as? [String: [String: Any]])
+        try data.appendingPathComponent("linked.bin").link(to: outside)
+        try data.appendingPathComponent("folder").link(to: folder)
         let file = path == "absolute" ? outside.path : path
-        switch kind {
-        case "file": splits["train"] = ["file": file, "tokens": 2000]
-        case "examples": splits["train"]?[kind] = ["file": file, "count": 1000]
-        default: splits["train"]?[kind] = file
+        try data.appendingPathComponent("data.json").changeJSON {
+            var train = try #require($0["train"] as? [String: Any])
+            switch kind {
+            case "file": train = ["file": file, "tokens": 2000]
+            case "examples": train[kind] = ["file": file, "count": 1000]
+            default: train[kind] = file
+            }
+            $0["train"] = train
         }
-        try JSONSerialization.data(withJSONObject: splits).write(to: index)
         let sentence = message { _ = try ModelBundle(url: bundle, text: data, checksums: false).tokens("train") }
         #expect(sentence.contains(data.path), "\(sentence)")
         #expect(sentence.contains("tokenize the text again") || sentence.contains("is not a file of"), "\(sentence)")
     }
 
     @Test func aLockThatIsALinkIsNotWritten() throws {
-        try files.createSymbolicLink(at: folder.appendingPathComponent(".lock"), withDestinationURL: outside)
+        try folder.appendingPathComponent(".lock").link(to: outside)
         #expect(message { _ = try FolderLock(folder) }.contains("is a symbolic link"))
         #expect(try isUntouched())
     }
@@ -94,9 +89,9 @@ import Testing
 
     @Test func aFolderThatIsALinkIsNotLocked() throws {
         let named = folder.appendingPathComponent("link")
-        try files.createSymbolicLink(at: named, withDestinationURL: folder)
+        try named.link(to: folder)
         #expect(message { _ = try FolderLock(named) }.contains("is a symbolic link"))
-        #expect(!files.fileExists(atPath: folder.appendingPathComponent(".lock").path))
+        #expect(!folder.appendingPathComponent(".lock").exists)
         #expect(message { try makeNewFolder(named) } == "File exists")
         #expect(message { try makeFolder(outside) } == "it is not a folder")
     }
@@ -107,17 +102,17 @@ import Testing
         if isHard {
             #expect(link(outside.path, partial.path) == 0)
         } else {
-            try files.createSymbolicLink(at: partial, withDestinationURL: outside)
+            try partial.link(to: outside)
         }
         try writeWhole(file) { try $0.write(contentsOf: Data("new".utf8)) }
         #expect(try isUntouched())
-        #expect(try Data(contentsOf: file) == Data("new".utf8))
+        #expect(try file.readText() == "new")
     }
 
     @Test func anAdapterConfigurationHasABound() throws {
         let architecture = try ModelBundle(url: bundle).architecture
         let config = folder.appendingPathComponent("adapter_config.json")
-        try Data("{}".utf8).write(to: config)
+        try config.write("{}")
         #expect(truncate(config.path, 200 << 20) == 0)
         let sentence = message { _ = try AdapterConfig(folder, of: architecture) }
         #expect(sentence == "its adapter_config.json is not a regular file of at most 4 MiB")
@@ -159,7 +154,7 @@ import Testing
     }
 
     @Test func aLogThatIsALinkIsNotWritten() throws {
-        try files.createSymbolicLink(at: LogWriter.url(in: folder), withDestinationURL: outside)
+        try LogWriter.url(in: folder).link(to: outside)
         #expect(message { _ = try LogWriter(folder: folder, resumeAt: 0) }.contains("is a symbolic link"))
         #expect(message { _ = try LogWriter(folder: folder) }.contains("already holds a run"))
         #expect(try isUntouched())
@@ -180,7 +175,7 @@ import Testing
         let opened = try ModelBundle(url: bundle)
         let block = bundle.appendingPathComponent(ModelBundle.blockFile(0))
         try files.moveItem(at: block, to: folder.appendingPathComponent("moved.bin"))
-        try files.createSymbolicLink(at: block, withDestinationURL: folder.appendingPathComponent("moved.bin"))
+        try block.link(to: folder.appendingPathComponent("moved.bin"))
         #expect(message { try opened.withBlock(0) { _ in } }.contains("is a symbolic link"))
         #expect(message { try opened.checkSums(of: opened.manifest.files) }.contains("Cannot read"))
     }
@@ -194,19 +189,17 @@ import Testing
 
     @Test(arguments: ["part", "part.resume"]) func aDownloadWritesNoLink(_ ending: String) async throws {
         let link = folder.appendingPathComponent("file.bin").appendingPathExtension(ending)
-        try files.createSymbolicLink(at: link, withDestinationURL: outside)
+        try link.link(to: outside)
         let page = folder.appendingPathComponent("page")
         try Data(count: 100).write(to: page)
         let wanted = RequestedFile(
             request: URLRequest(url: page), file: folder.appendingPathComponent("file.bin.part"), limit: 1000,
             path: "file.bin", repository: "a/b")
         if ending == "part" {
-            do {
+            let error = await #expect(throws: (any Error).self) {
                 _ = try await ForegroundTransfer().receive(wanted) { _ in }
-                Issue.record("it was received")
-            } catch {
-                #expect(error.plainSentence.english.contains("is a symbolic link"))
             }
+            #expect(error?.plainSentence.english.contains("is a symbolic link") == true)
         } else {
             let transfer = BackgroundTransfer(.ephemeral, home: folder)
             _ = try? await transfer.receive(wanted) { _ in }
@@ -298,15 +291,12 @@ import Testing
             try bundle.importFunctions(\.plainFunctions, length: length, rank: rank)
         }
         #expect(try imported().allSatisfy { $0 != nil })
-        var data = try Data(contentsOf: bundle.url.appendingPathComponent(file))
-        data[data.count - 1] ^= 1
-        try data.write(to: bundle.url.appendingPathComponent(file))
+        try bundle.url.appendingPathComponent(file).flipBit()
         #expect(message { _ = try imported() }.contains("its SHA-256 differs"))
     }
 
-    @Test(arguments: ["kept_blocks", "cache_bytes", "tile_bytes"]) func aPlanThatCannotBeIsRefused(_ name: String)
-        throws
-    {
+    @Test(arguments: ["kept_blocks", "cache_bytes", "tile_bytes"])
+    func aPlanThatCannotBeIsRefused(_ name: String) throws {
         var settings = try RunSettings.ofATest(folder.appendingPathComponent("run"))
         settings.steps = 1
         try Run.run(settings)

@@ -42,9 +42,8 @@ import Testing
         }
     }
 
-    @Test(arguments: [Fixture.tied, Fixture.roundedCases.first].compactMap { $0 }) func waitsBetweenTiles(_ folder: URL)
-        throws
-    {
+    @Test(arguments: [Fixture.tied, Fixture.roundedCases.first].compactMap { $0 })
+    func waitsBetweenTiles(_ folder: URL) throws {
         let targets: [Int32] = [3, 9, 64]
         func noise(_ weights: PackedWeights, _ a: Architecture) -> MLXArray {
             MLXRandom.normal([5, a.hiddenSize], key: MLXRandom.key(0))

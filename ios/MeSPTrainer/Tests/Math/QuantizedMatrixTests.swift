@@ -29,9 +29,8 @@ import Testing
         }
     }
 
-    @Test(arguments: [2, 3, 4, 5, 6, 8], [32, 64, 128]) func rowsAreDequantizedAsMLXDoes(_ bits: Int, _ groupSize: Int)
-        throws
-    {
+    @Test(arguments: [2, 3, 4, 5, 6, 8], [32, 64, 128])
+    func rowsAreDequantizedAsMLXDoes(_ bits: Int, _ groupSize: Int) throws {
         let indices = MLXArray((0..<300).map { Int32($0 * 7 % 64) })
         func rows(_ bits: Int, _ dtype: DType) throws -> (taken: MLXArray, expected: MLXArray, peak: Int) {
             let w = MLXRandom.normal([64, 640], key: MLXRandom.key(0))

@@ -68,8 +68,7 @@ private struct RecurrentMixer {
         let x = silu(of: all[1], net.convolution, bias: MLXArray(0 as Float))
         let keys = net.keyHeads * net.keyDim
         func unit(_ x: MLXArray) -> MLXArray {
-            let x = repeated(
-                x.reshaped([n, net.keyHeads, net.keyDim]), count: net.valueHeads / net.keyHeads, axis: 1)
+            let x = repeated(x.reshaped([n, net.keyHeads, net.keyDim]), count: net.valueHeads / net.keyHeads, axis: 1)
             return x * rsqrt(x.square().mean(axis: -1, keepDims: true) + 1e-6)
         }
         let q = unit(x[0..., ..<keys]) / Float(net.keyDim)

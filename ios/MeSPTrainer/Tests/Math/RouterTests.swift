@@ -48,8 +48,7 @@ import Testing
     ) throws {
         let fixture = try Fixture(folder, "gradients")
         let model = try fixture.trainer(.mesp).model
-        let index = try #require(
-            model.blocks.first { fixture.bundle.architecture.block($0).mlp.experts != nil })
+        let index = try #require(model.blocks.first { fixture.bundle.architecture.block($0).mlp.experts != nil })
         let x = MLXRandom.normal([1, fixture.bundle.architecture.hiddenSize], key: MLXRandom.key(3))
         try fixture.bundle.withBlock(index) { weights in
             let experts = try #require(weights.shape.mlp.experts)

@@ -46,8 +46,7 @@ import Testing
 
         /// A layer with a bias, DoRA's G and dropout by the seed, and the mask of 20 tokens.
         mutating func layer(_ inputs: Int, _ outputs: Int) throws -> Layer {
-            let (weight, scales, biases) = quantized(
-                normal([outputs, inputs], scale: 0.2), groupSize: 32, bits: 4)
+            let (weight, scales, biases) = quantized(normal([outputs, inputs], scale: 0.2), groupSize: 32, bits: 4)
             let format = try #require(
                 QuantizationFormat(inputs: inputs, words: weight.dim(1), groups: scales.dim(1), hasBiases: true))
             let lora = LoRAMatrices(
@@ -95,8 +94,7 @@ import Testing
         let layer = try source.layer(64, 96)
         let (x, dy, sum) = (source.normal([20, 64]), source.normal([20, 96]), source.normal([20, 64]))
         let p = layer.parameters
-        let (y, expected) = vjp(
-            { [layer.defined($0[0], Array($0[1...]))] }, primals: [x] + p, cotangents: [dy])
+        let (y, expected) = vjp({ [layer.defined($0[0], Array($0[1...]))] }, primals: [x] + p, cotangents: [dy])
         let tiled = Tiled(layer.formula, each.schedule)
         let d = tiled.backward(x, dy: dy, wanted: .all, wantsDx: true, addedTo: sum)
         try expectEqual(

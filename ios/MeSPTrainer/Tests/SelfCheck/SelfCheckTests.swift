@@ -8,8 +8,8 @@ import Testing
 @testable import MeSPSelfCheck
 
 @Suite(.serialized) struct SelfCheckTests {
-    private func settings(_ folder: URL? = Fixture.tied) throws -> SelfCheck.Settings {
-        let bundle = try #require(folder).appendingPathComponent("bundle.mesp")
+    private func settings(_ folder: URL? = Fixture.tied, bundle: URL? = nil) throws -> SelfCheck.Settings {
+        let bundle = try bundle ?? #require(folder).appendingPathComponent("bundle.mesp")
         var settings = SelfCheck.Settings(bundle: bundle.path)
         (settings.repeats, settings.seconds) = (3, 0.02)
         return settings
@@ -86,11 +86,7 @@ import Testing
     }
 
     @Test func checksOfFunctionsAreSkippedWithoutThem() throws {
-        let bare = try copyWithoutFunctions(#require(Fixture.tied).appendingPathComponent("bundle.mesp"))
-        defer { try? FileManager.default.removeItem(at: bare) }
-        var settings = SelfCheck.Settings(bundle: bare.path)
-        (settings.repeats, settings.seconds) = (3, 0.02)
-        let suite = try makeSuite(settings)
+        let suite = try makeSuite(settings(bundle: copyWithoutFunctions(tiedBundle())))
         for name in ["block.outputs", "gradients.mebp", "gradients.cpu", "repeats", "resume"] {
             let found = try result(name, suite)
             let isSkipped = name == "block.outputs"
@@ -118,31 +114,24 @@ import Testing
             ("rope_scale", 1.01),
         ] as [(String, any Sendable)])
     func aWrongDerivativeIsFound(_ key: String, _ value: any Sendable) throws {
-        let settings = try settings()
-        let changed = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: changed) }
-        try FileManager.default.copyItem(
-            at: URL(fileURLWithPath: settings.bundle).resolvingSymlinksInPath(), to: changed)
-        let file = changed.appendingPathComponent("manifest.json")
-        var manifest = try #require(
-            try JSONSerialization.jsonObject(with: Data(contentsOf: file)) as? [String: Any])
-        var architecture = try #require(manifest["architecture"] as? [String: Any])
-        if architecture[key] != nil {
-            architecture[key] = value
-        } else {
-            var mixers = try #require(architecture["mixers"] as? [[String: Any]])
-            let factor = try #require(value as? Double)
-            if let numbers = mixers[0][key] as? [Double] {
-                mixers[0][key] = numbers.map { $0 * factor }
+        let changed = try tiedBundle().copy()
+        try changed.appendingPathComponent("manifest.json").changeJSON {
+            var architecture = try #require($0["architecture"] as? [String: Any])
+            if architecture[key] != nil {
+                architecture[key] = value
             } else {
-                mixers[0][key] = try #require(mixers[0][key] as? Double) * factor
+                var mixers = try #require(architecture["mixers"] as? [[String: Any]])
+                let factor = try #require(value as? Double)
+                if let numbers = mixers[0][key] as? [Double] {
+                    mixers[0][key] = numbers.map { $0 * factor }
+                } else {
+                    mixers[0][key] = try #require(mixers[0][key] as? Double) * factor
+                }
+                architecture["mixers"] = mixers
             }
-            architecture["mixers"] = mixers
+            $0["architecture"] = architecture
         }
-        manifest["architecture"] = architecture
-        try JSONSerialization.data(withJSONObject: manifest).write(to: file)
-
-        let suite = try makeSuite(settings)
+        let suite = try makeSuite(settings())
         let wrong = try ModelBundle(url: changed)
         let check = CheckSuite.Check(name: "gradients.differences") {
             try suite.compareGradientsWithDifferences(of: wrong)
@@ -296,9 +285,8 @@ import Testing
 
     @Test func settingsAreChecked() throws {
         let file = temporaryFolder()
-        defer { try? FileManager.default.removeItem(at: file) }
         func read(_ json: String) throws -> SelfCheck.Settings {
-            try Data(json.utf8).write(to: file)
+            try file.write(json)
             return try SelfCheck.Settings(contentsOf: file)
         }
         #expect(try read(#"{"bundle": "a", "repeats": 7}"#).repeats == 7)
