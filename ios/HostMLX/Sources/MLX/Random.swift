@@ -36,10 +36,16 @@ public enum MLXRandom {
         loc: Float = 0, scale: Float = 1, key: (some RandomStateOrKey)? = MLXArray?.none,
         stream: StreamOrDevice = .default
     ) -> MLXArray {
+        normal(shape, dtype: type.dtype, loc: loc, scale: scale, key: key, stream: stream)
+    }
+
+    public static func normal(
+        _ shape: some Collection<Int> = [], dtype: DType, loc: Float = 0, scale: Float = 1,
+        key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
+    ) -> MLXArray {
         let key = resolve(key: key)
         return withExtendedLifetime(key) {
-            MLXArray(
-                host_random_normal(shape.asInt32, shape.count, type.dtype.code, loc, scale, key.ctx, stream.ctx))
+            MLXArray(host_random_normal(shape.asInt32, shape.count, dtype.code, loc, scale, key.ctx, stream.ctx))
         }
     }
 

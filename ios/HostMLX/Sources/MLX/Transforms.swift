@@ -62,3 +62,8 @@ public func compile(_ f: @escaping ([MLXArray]) -> [MLXArray]) -> @Sendable ([ML
     let compiled = CompiledFunction(f)
     return { compiled($0) }
 }
+
+public func compile(_ f: @escaping (MLXArray) -> MLXArray) -> @Sendable (MLXArray) -> MLXArray {
+    let compiled = CompiledFunction { [f($0[0])] }
+    return { compiled([$0]).first ?? .mlxNone }
+}
