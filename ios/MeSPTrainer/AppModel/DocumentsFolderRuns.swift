@@ -2,7 +2,6 @@ import Foundation
 import MeSP
 import MeSPBundle
 import MeSPCore
-import MeSPFiles
 import MeSPSentences
 
 extension DocumentsFolder {

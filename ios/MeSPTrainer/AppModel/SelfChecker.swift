@@ -1,7 +1,7 @@
 import Foundation
 import MeSPControl
 import MeSPCore
-import MeSPFiles
+import MeSPBundle
 import MeSPSelfCheck
 import MeSPSentences
 import Observation

@@ -1,6 +1,6 @@
 import Foundation
 import MeSPCore
-import MeSPFiles
+import MeSPBundle
 import MeSPSentences
 
 public struct StoredRun: Identifiable, Sendable {

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 import MeSPCore
 import MeSPFiles
 import MeSPSentences

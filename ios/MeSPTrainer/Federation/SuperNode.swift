@@ -1,4 +1,5 @@
 import Foundation
+import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
