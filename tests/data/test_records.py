@@ -22,6 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from helpers.chat_templates import SPECIAL
 from helpers.commands import call
+from helpers.conversations import as_messages
 from helpers.data import assistant, examples_of, load, load_records, user
 from helpers.federations import federation
 from helpers.paths import DEMO_MODEL
@@ -164,19 +165,6 @@ def words_by_name(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from words_by_name(each, name)
     elif isinstance(value, str):
         yield from ((word, name) for word in WORD.findall(value))
-
-
-def as_messages(role: str, said: Any) -> list[dict[str, Any]]:
-    said = [{"role": role, "content": said}] if isinstance(said, str) else said
-    found = []
-    for each in said:
-        content = each["content"] or ""
-        content = content if isinstance(content, str) else "".join(p["text"] for p in content)
-        found.append({"role": each["role"], "content": content})
-        if "tool_calls" in each:
-            functions = [call.get("function", call) for call in each["tool_calls"]]
-            found[-1]["tool_calls"] = [{"type": "function", "function": f} for f in functions]
-    return found
 
 
 def conversations(record: dict[str, Any]) -> list[list[dict[str, Any]]]:

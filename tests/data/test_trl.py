@@ -22,7 +22,6 @@ import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,12 +32,17 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from helpers.conversations import QUESTIONS_AND_ANSWERS, conversations, pairs
+from helpers.chat_templates import tokenizer_with
+from helpers.conversations import (
+    QUESTIONS_AND_ANSWERS,
+    as_messages,
+    conversations,
+    pairs,
+    said_by,
+)
 from helpers.data import examples_of, load, write_records
-from helpers.paths import DEMO_MODEL
 from mesp.data.prompts import encode_in_template
 from mesp.data.records import Conversation
-from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
 
 pytestmark = pytest.mark.trl
@@ -118,13 +122,8 @@ class Model:
 
 
 def tokenizer_of(name: str, template: str, marked: bool) -> Any:
-    tokenizer = load_tokenizer(DEMO_MODEL)._tokenizer
-    special = {*SPECIAL.findall(template), "<|bos|>"}
-    tokenizer.add_special_tokens({"additional_special_tokens": sorted(special)})
-    written = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-    tokenizer.add_tokens([each for each in written if each in template])
-    tokenizer.bos_token = "<|bos|>"
-    tokenizer.chat_template = template if marked else MARK.sub("", template)
+    shown = template if marked else MARK.sub("", template)
+    tokenizer = tokenizer_with(SPECIAL.findall(template), shown)
     known = tokenizer.get_vocab()
     stops = [known[each] for each in of_family(STOPS, name, []) if each in known]
     return TokenizerWrapper(tokenizer, eos_token_ids=[tokenizer.eos_token_id, *stops])
@@ -143,36 +142,18 @@ class Trainer:
         return [Example(*example, {*split.ends}) for example in examples_of(split)]
 
 
-def as_messages(record: dict) -> list[dict]:
-    said = record.get("messages")
-    if said is None:
-        said = [*_said("user", record["prompt"]), *_said("assistant", record["completion"])]
-    return [_as_message(each) for each in said]
-
-
-def _said(role: str, said: str | list[dict]) -> list[dict]:
-    return [{"role": role, "content": said}] if isinstance(said, str) else said
-
-
-def _as_message(raw: dict) -> dict:
-    message = deepcopy({key: value for key, value in raw.items() if key != "weight"})
-    content = message.get("content") or ""
-    message["content"] = (
-        content if isinstance(content, str) else "".join(p["text"] for p in content)
-    )
-    for function in (call["function"] for call in message.get("tool_calls", [])):
-        if isinstance(function["arguments"], str):
-            function["arguments"] = json.loads(function["arguments"])
-    return message
+def messages_of(record: dict) -> list[dict]:
+    said = {"user": record.get("prompt", []), "assistant": record.get("completion", [])}
+    prompt, answer = (as_messages(role, each) for role, each in said.items())
+    return as_messages("", record.get("messages", [])) or prompt + answer
 
 
 def trained_of(record: dict, loss_on: str) -> list[int]:
-    said = record.get("messages") or _said("assistant", record["completion"])
-    first = len(_said("user", record.get("prompt", [])))
+    said = record.get("messages") or said_by("assistant", record["completion"])
+    first = len(said_by("user", record.get("prompt", [])))
     last = first + len(said) - 1
-    found = [
-        i for i, m in enumerate(said, first) if m["role"] == "assistant" and m.get("weight", 1)
-    ]
+    answers = [i for i, each in enumerate(said, first) if each["role"] == "assistant"]
+    found = [i for i in answers if said[i - first].get("weight", 1)]
     return [i for i in found if loss_on != "last" or i == last]
 
 
@@ -380,7 +361,7 @@ def made_up(strategy: Any, count: int, name: str, marked: bool):
 
 
 def is_whole(model: Model, record: dict) -> bool:
-    messages, tools = as_messages(record), record.get("tools", [])
+    messages, tools = messages_of(record), record.get("tools", [])
     try:
         text = model.render(messages, tools or None, tokenize=False)
     except Exception:  # a template can raise anything
@@ -401,7 +382,7 @@ def test_what_is_trained_is_what_was_answered(name, marked, trainer, figures):
 
     @made_up(conversations(), EXAMPLES, name, marked)
     def _(record):
-        messages, tools = as_messages(record), record.get("tools")
+        messages, tools = messages_of(record), record.get("tools")
         answers = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
         for loss_on in ("answers", "last", "all"):
             trained = trained_of(record, loss_on)
@@ -438,7 +419,7 @@ def test_questions_and_answers_are_never_refused(name, marked, trainer, figures)
 
         @made_up(conversations(kinds), EXAMPLES // 3, name, marked)
         def _(record):
-            messages = as_messages(record)
+            messages = messages_of(record)
             if messages[0]["role"] == "system" and not is_whole(model, record):
                 return
             trained = trained_of(record, "answers")
@@ -454,8 +435,8 @@ def test_preferences_train_their_answers(name, marked, trainer, figures):
 
     @made_up(pairs(), EXAMPLES // 2, name, marked)
     def _(record):
-        chosen, rejected = (_said("assistant", record[key]) for key in ("chosen", "rejected"))
-        prompt = _said("user", record.get("prompt", []))
+        chosen, rejected = (said_by("assistant", record[key]) for key in ("chosen", "rejected"))
+        prompt = said_by("user", record.get("prompt", []))
         figures["pairs tried"] += 1
         try:
             found = trainer(model, record)
@@ -469,7 +450,7 @@ def test_preferences_train_their_answers(name, marked, trainer, figures):
             prompt = [a for a, b in zip(chosen, rejected, strict=False) if a == b]
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         for example, answer in zip(found, (chosen, rejected), strict=True):
-            messages = as_messages({"prompt": prompt, "completion": answer})
+            messages = messages_of({"prompt": prompt, "completion": answer})
             trained = trained_of({"prompt": prompt, "completion": answer}, "answers")
             check_whole(model, messages, record.get("tools"), trained, example.ids, said)
             check_answers(model, messages, trained, example)

@@ -22,14 +22,12 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from helpers.chat_templates import CHATML, SPECIAL, TEMPLATES, unmarked
+from helpers.chat_templates import CHATML, SPECIAL, TEMPLATES, tokenizer_with, unmarked
 from helpers.conversations import conversations
 from helpers.data import assistant, user
-from helpers.paths import DEMO_MODEL
 from mesp.data.chat_template import apply_template
 from mesp.data.fields import NEVER_CONTENT, Fields, refuse_unread
 from mesp.data.records import Encoder, mask_record, read_record
-from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
 
 SEED = 1
@@ -106,12 +104,7 @@ def templates() -> dict[str, str]:
 
 @cache
 def tokenizer_of(template: str) -> Any:
-    tokenizer = load_tokenizer(DEMO_MODEL)._tokenizer
-    special = sorted({*SPECIAL, *WRITTEN.findall(template), "<|bos|>"})
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
-    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
-    tokenizer.bos_token = "<|bos|>"
-    tokenizer.chat_template = template
+    tokenizer = tokenizer_with([*SPECIAL, *WRITTEN.findall(template)], template)
     return TokenizerWrapper(tokenizer, eos_token_ids=[tokenizer.eos_token_id])
 
 

@@ -1,3 +1,9 @@
+from collections.abc import Iterable
+from typing import Any
+
+from helpers.paths import DEMO_MODEL
+from mesp.data.tokenizer import load_tokenizer
+
 # A template in ChatML. In the templates of this file, ⟦ and ⟧ stand where TRL's copies mark the
 # beginning and the end of an answer.
 CHATML = """\
@@ -117,6 +123,15 @@ TEMPLATES = {
 }
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 SPECIAL += ["<start_of_turn>", "<end_of_turn>", "<|end|>", "<|user|>", "<|assistant|>", "</s>"]
+
+
+def tokenizer_with(special: Iterable[str], template: str) -> Any:
+    """Returns the demo model's tokenizer with the template and with tokens of other models."""
+    tokenizer = load_tokenizer(DEMO_MODEL)._tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted({*special, "<|bos|>"})})
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    tokenizer.bos_token, tokenizer.chat_template = "<|bos|>", template
+    return tokenizer
 
 
 def unmarked(template: str) -> str:
