@@ -153,7 +153,7 @@ def test_a_missing_counter_is_built_from_the_ledgers_package(checkout: Path, fak
     assert f"--product mesp-count --package-path {ledger} " in call
 
 
-def test_an_installed_packages_counter_lies_beside_its_engine(installed: Path, fakes: Path):
+def test_an_installed_packages_counter_lies_beside_its_engine(installed: Path):
     engine, counter = (
         Path(find(installed, search).stdout.strip()) for search in ("find_engine", "find_counter")
     )
@@ -162,7 +162,7 @@ def test_an_installed_packages_counter_lies_beside_its_engine(installed: Path, f
 
 
 def test_the_counter_beside_a_named_engine_is_taken(
-    checkout: Path, fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     counter = tmp_path / "mesp-count"
     monkeypatch.setenv("MESP_ENGINE", str(tmp_path / "mesp-engine"))
@@ -261,9 +261,7 @@ def test_an_installed_packages_engine_is_built_once(installed: Path, fakes: Path
     assert [path.name for path in installed.iterdir()] == ["Package.swift"]
 
 
-def test_engines_of_environments_that_are_gone_are_removed(
-    installed: Path, fakes: Path, tmp_path: Path
-):
+def test_engines_of_environments_that_are_gone_are_removed(installed: Path, tmp_path: Path):
     gone, another = (tmp_path / "cache" / "mesp" / f"engine-{name}" for name in "ab")
     for folder, mlx in ((gone, tmp_path / "no-mlx"), (another, tmp_path)):
         folder.mkdir(parents=True)
@@ -324,9 +322,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 
 @pytest.mark.parametrize("what", ["the engine", "its folder", "the cache"])
 @pytest.mark.parametrize("by", ["another user", "everybody"])
-def test_a_program_of_somebody_else_is_not_run(
-    fakes: Path, installed: Path, tmp_path: Path, what: str, by: str
-):
+def test_a_program_of_somebody_else_is_not_run(installed: Path, tmp_path: Path, what: str, by: str):
     if by == "another user" and os.getuid() != 0:
         pytest.skip("only root gives files away")
     engine = Path(find(installed).stdout.strip())

@@ -10,22 +10,19 @@ from mesp.runs.log import RunLog
 
 LONG = 2304
 RATE = 0.1
+MAMBA = "granite-mamba"
 STEPS = 2  # A's gradient is 0 in the first step
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granite-mamba"])
-def test_steps_of_a_long_sequence(family: str, tmp_path: Path):
-    steps_are_those_of_automatic_differentiation(family, LONG, tmp_path)
-
-
-@pytest.mark.parametrize("family", ["lfm3", "gemma3", "granite-mamba"])
-def test_steps_of_one_token(family: str, tmp_path: Path):
-    steps_are_those_of_automatic_differentiation(family, 1, tmp_path)
-
-
-def steps_are_those_of_automatic_differentiation(family: str, length: int, folder: Path) -> None:
-    source, text, bundle = (folder / name for name in ("model", "text.txt", "b.mesp"))
+@pytest.mark.parametrize(
+    ("family", "length"),
+    [
+        *(pytest.param(each, LONG, marks=pytest.mark.slow) for each in ("qwen3_5", "lfm2", MAMBA)),
+        *((each, 1) for each in ("lfm3", "gemma3", MAMBA)),
+    ],
+)
+def test_steps_are_those_of_automatic_differentiation(family: str, length: int, tmp_path: Path):
+    source, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = FAMILIES[family] | {"max_position_embeddings": LONG}
     write_model(source, config)
     text.write_text(TEXT * (1 + 16 * length // len(TEXT)))
@@ -37,7 +34,7 @@ def steps_are_those_of_automatic_differentiation(family: str, length: int, folde
     moved = distance(expected.start, expected.end)
 
     for offload in ("none", "all"):
-        output = folder / offload
+        output = tmp_path / offload
         options = ("--steps", STEPS, "--optimizer", "sgd", "--learning-rate", RATE)
         call("train", bundle, "--out", output, "--val-batches", 0, "--offload", offload, *options)
         assert RunLog.load(output).losses == pytest.approx(expected.losses, rel=1e-5)

@@ -2,6 +2,7 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -77,9 +78,8 @@ def test_a_step_is_that_of_automatic_differentiation(
             if record["type"] != "samples":
                 continue
             scores = drawn.random((2, GROUP)).tolist()
-            loss, gradient = mx.value_and_grad(grpo_of(oracle, record["groups"], scores, dr))(
-                parameters
-            )
+            objective = partial(grpo, oracle, groups=record["groups"], scores=scores, dr=dr)
+            loss, gradient = mx.value_and_grad(objective)(parameters)
             parameters = {name: each - RATE * gradient[name] for name, each in parameters.items()}
             mx.eval(parameters)
             losses.append(loss.item())
@@ -90,10 +90,6 @@ def test_a_step_is_that_of_automatic_differentiation(
     assert steps[-1]["reward"] == pytest.approx(expected)
     assert steps[-1]["sampled_tokens"] == 2 * GROUP * 6
     assert distance(saved(out), parameters) < 1e-4 * distance(start, parameters)
-
-
-def grpo_of(oracle: Oracle, groups: list[dict], scores: list, dr: bool):
-    return lambda parameters: grpo(oracle, parameters, groups, scores, dr)
 
 
 def test_the_reward_rises(bundle: Path, tmp_path: Path):
@@ -115,9 +111,7 @@ def test_a_run_that_goes_on_samples_the_same_answers(bundle: Path, tmp_path: Pat
     assert distance(saved(parts.folder), saved(whole.folder)) == 0
 
 
-def test_a_reward_that_fails_ends_the_run_in_order(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_reward_that_fails_ends_the_run_in_order(bundle: Path, tmp_path: Path):
     module, divisor, out = (tmp_path / name for name in ("own_reward.py", "divisor", "run"))
     module.write_text(
         "def reward(*, completions, **_):\n"
@@ -260,9 +254,8 @@ def test_refuses(bundle: Path, tmp_path: Path, options: tuple, said: str):
     ],
 )  # fmt: skip
 def test_built_in_rewards(name: str, answer: str, right: str, expected: float):
-    assert rewards.compute_rewards(rewards.find_reward(name, False), ["p"], [answer], [right]) == [
-        expected
-    ]
+    reward = rewards.find_reward(name, False)
+    assert rewards.compute_rewards(reward, ["p"], [answer], [right]) == [expected]
 
 
 def test_a_reward_function_returns_a_number_for_each():

@@ -110,9 +110,8 @@ def test_the_update_goes_by_the_method_unless_it_is_given(
 
 SGD = {"steps": 3, "seq-len": 128, "rank": 16, "alpha": 32.0, "seed": 7, "learning-rate": 0.5}
 SGD |= {"optimizer": "sgd", "momentum": 0.5, "weight-decay": 0.25, "schedule": "linear"}
-SGD |= {"warmup": 2}
 SGD |= {"batch-size": 2, "grad-accumulation-steps": 3, "max-grad-norm": 1.5, "num-layers": 2}
-SGD |= {"val-batches": 2, "eval-every": 1, "early-stopping": 4, "save-every": 2}
+SGD |= {"val-batches": 2, "eval-every": 1, "early-stopping": 4, "save-every": 2, "warmup": 2}
 SGD |= {"lora-dtype": "bfloat16", "offload": "all", "memory-limit": 60.0, "dropout": 0.1}
 ADAMW = {"steps": 3, "method": "mezo", "mezo-epsilon": 0.01, "optimizer": "adamw", "beta1": 0.5}
 ADAMW |= {"learning-rate": 0.25, "beta2": 0.75, "epsilon": 1e-3, "schedule": "cosine"}
