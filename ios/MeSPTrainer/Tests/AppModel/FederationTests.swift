@@ -52,7 +52,6 @@ import Testing
         try #require(model.problem == nil)
     }
 
-    /// Runs a node until `body` returns.
     private func inFederation(_ body: () async throws -> Void) async throws {
         let part = Task { await model.joinFederation() }
         try await body()

@@ -15,7 +15,6 @@ import Testing
 
     private func request(_ tokens: Int) -> SideBySideChat.Request { .init("The quick", maxTokens: tokens) }
 
-    /// A tokenizer that decodes tokens to their numbers.
     private struct Numbers: WrappedTokenizer {
         var wrapped: any TextTokenizer = ByteTokenizer()
         let endOfText: Int? = nil

@@ -4,7 +4,6 @@ import Testing
 @testable import MeSPCore
 
 struct PauseConditionsTests {
-    /// The grants of background time with which the app counts as away.
     static let rows: [(scene: AppScene, usesGPU: Bool, away: Set<BackgroundGrant?>)] = [
         (.active, false, []), (.active, true, []), (.inactive, false, []),
         (.inactive, true, [nil, .continued, .overnight]), (.background, false, [nil]),

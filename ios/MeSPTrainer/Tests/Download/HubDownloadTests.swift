@@ -42,7 +42,6 @@ final class Hub {
 }
 
 extension AppSuite {
-    /// Returns an app that downloads from a hub, on a phone with much memory.
     func app(on hub: Hub, freeBytes: Int? = nil, network: (any NetworkPath)? = nil) -> AppModel {
         let url = hub.url
         monitor.availableMemory = 1 << 40
@@ -62,7 +61,6 @@ extension AppSuite {
     }
 }
 
-/// The transfers to test.
 enum Way: CaseIterable { case foreground, background }
 
 @Suite(.serialized) @MainActor final class HubDownloadTests: AppSuite {
@@ -258,7 +256,6 @@ enum Way: CaseIterable { case foreground, background }
         await lookUp("someone/tied-mesp", on: hub, freeBytes: freeBytes, network: network)
     }
 
-    /// Waits until the file that the hub stalls has begun to arrive.
     private func untilItStalls() async throws {
         let stalling = folder.appendingPathComponent(".downloading-someone--tied-mesp/blocks/02.bin.part")
         try await wait { (try? Data(contentsOf: stalling))?.isEmpty == false }

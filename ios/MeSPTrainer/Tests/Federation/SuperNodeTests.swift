@@ -17,7 +17,6 @@ final class SuperNodeTests {
             seconds: seconds ?? .init(heartbeat: 30, poll: 0.01, lease: 75))
     }
 
-    /// Runs a node that ends by itself, and returns its error.
     private func failure<E: Error>(
         of node: SuperNode? = nil, as type: E.Type = MeSPError.self,
         answer: @escaping @Sendable (SuperNode.Question) async throws -> FlowerRecords = SuperNodeTests.train

@@ -156,8 +156,6 @@ import Testing
         #expect(mixed.source == .init(split: 0, prompt: 1, answer: 2))
     }
 
-    // MARK: - Runs
-
     private func data(inPairs: Bool, count: Int = 12) throws -> URL {
         let folder = newFolder()
         let length = 20

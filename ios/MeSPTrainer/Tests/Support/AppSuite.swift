@@ -6,7 +6,6 @@ import Testing
 @testable import MeSPControl
 @testable import MeSPCore
 
-/// A suite with an app that has its own folder and a simulated device.
 @MainActor class AppSuite {
     typealias LoadTokenizer = @Sendable (URL) async throws -> any TextTokenizer
 
@@ -20,7 +19,6 @@ import Testing
         AppModel(monitor: monitor, folder: DocumentsFolder(documents: documents), loadTokenizer: loadTokenizer)
     }
 
-    /// Imports the plain fixture's bundle, for runs of some steps without an evaluation.
     func importTied(steps: Int? = nil) async throws {
         await model.importBundle(at: try tiedBundle())
         #expect(model.problem == nil)
@@ -46,7 +44,6 @@ import Testing
         try await ended()
     }
 
-    /// Stops the run in progress.
     func stop() async throws {
         model.controller.stop()
         try await ended()
@@ -57,7 +54,6 @@ import Testing
         try await ended()
     }
 
-    /// Writes a text to a new file in the app's folder.
     func file(_ name: String, _ text: String) throws -> URL {
         let file = documents.appendingPathComponent(name)
         try file.write(text)

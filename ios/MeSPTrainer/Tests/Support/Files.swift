@@ -12,7 +12,6 @@ private let temporaryFolders: URL = {
     return folder
 }()
 
-/// Returns a place for a new file or folder.
 func temporaryFolder() -> URL { temporaryFolders.appendingPathComponent(UUID().uuidString) }
 
 func newFolder() -> URL {
@@ -54,7 +53,6 @@ extension URL {
         try JSONSerialization.data(withJSONObject: json).write(to: self)
     }
 
-    /// Changes a bit of a file's byte; of its last byte, if `index` is nil.
     func flipBit(ofByte index: Int? = nil) throws {
         var data = try Data(contentsOf: self)
         data[index ?? data.count - 1] ^= 1
@@ -62,13 +60,10 @@ extension URL {
     }
 }
 
-// MARK: - Bundles
-
 func tiedBundle() throws -> URL {
     try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
 }
 
-/// The folder of the app's sources, with the bundle `Demo.mesp` and the run `Recorded`.
 let appSources = URL(fileURLWithPath: #filePath + "/../../..").standardizedFileURL
 
 let demoBundle = appSources.appendingPathComponent("Demo.mesp")
@@ -80,21 +75,15 @@ func copyWithoutFunctions(_ bundle: URL) throws -> URL {
     return copy
 }
 
-// MARK: - Runs
-
-/// Returns the records of a run's log; all, if `type` is nil.
 func logRecords(_ run: URL, _ type: String? = nil) throws -> [[String: Any]] {
     try LogWriter.url(in: run).readText().split(separator: "\n")
         .map { try #require(try JSONSerialization.jsonObject(with: Data($0.utf8)) as? [String: Any]) }
         .filter { type == nil || $0["type"] as? String == type }
 }
 
-/// Returns the arrays of the adapters that a run has saved.
 func adapterArrays(of run: URL) throws -> [String: MLXArray] {
     try loadArrays(url: run.appendingPathComponent("adapters/adapters.safetensors"))
 }
-
-// MARK: - Texts
 
 extension Generator.Request {
     init(_ prompt: [Int], maxTokens: Int) {
@@ -112,7 +101,6 @@ extension Generator {
         return text
     }
 
-    /// Returns what continues a cache, and how many blocks were computed.
     func text(_ prompt: [Int], maxTokens: Int, continuing cache: inout PromptCache) throws -> (text: [Int], blocks: Int)
     {
         var (text, blocks) = ([Int](), 0)

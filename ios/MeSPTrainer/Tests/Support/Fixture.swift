@@ -74,21 +74,19 @@ struct Fixture {
         return Gradients(loss: loss, blocks: blocks)
     }
 
-    /// Returns the reference's loss and gradients, whose arrays have names with the prefix.
     func expected(_ prefix: String = "") throws -> Gradients {
         let blocks = try (0..<layers).map { ($0, try array("\(prefix)grad.\($0)")) }
         return Gradients(
             loss: try array("\(prefix)loss").item(Float.self), blocks: Dictionary(uniqueKeysWithValues: blocks))
     }
 
-    /// Expects the reference's loss and, in each matrix, gradients.
     func expectEqual(
         _ found: Gradients, _ trainer: Trainer, _ name: String = "", prefix: String = "",
         sourceLocation: SourceLocation = #_sourceLocation
     ) throws {
         let expected = try expected(prefix)
         #expect(found.blocks.count == layers, "\(name)", sourceLocation: sourceLocation)
-        let tolerance: Float = 1e-4  // for another order of sums in float32
+        let tolerance: Float = 1e-4
         #expect(
             abs(found.loss - expected.loss) < tolerance * abs(expected.loss), "\(name)", sourceLocation: sourceLocation)
         for (block, gradient) in found.blocks {
@@ -99,10 +97,6 @@ struct Fixture {
         }
     }
 
-    /// Expects that computing in bfloat16 adds little to the error of storing arrays in bfloat16. `floor` holds the gradients with this storage and
-    /// with arithmetic in float32.
-    ///
-    /// - Returns: the loss.
     func expectRounded(_ trainer: Trainer, _ name: String = "", bar: (_ matrix: String) -> Float) throws -> Float {
         try backpropagate(trainer) { block, gradient in
             let (exact, layout) = (try array("grad.\(block)"), trainer.model.layouts[block])
@@ -114,7 +108,6 @@ struct Fixture {
         }
     }
 
-    /// Expects the losses of steps on the bundle's text.
     func expectLosses(
         _ expected: [Float], _ tolerance: Float, _ name: String = "", _ step: (SequenceLoss, Int) throws -> Float
     ) throws {
@@ -125,7 +118,6 @@ struct Fixture {
         }
     }
 
-    /// Saves the fixture's parameters.
     func saveAdapters(blocks: Range<Int>? = nil, modules: [Module]? = nil, scaledBy factor: Float = 1) throws -> URL {
         let (rank, folder) = (try number("rank"), temporaryFolder())
         let modules = modules ?? bundle.architecture.modules
@@ -139,7 +131,6 @@ struct Fixture {
         return folder
     }
 
-    /// Returns the logits that the reference's last output gives, from a token on.
     func logits(from first: Int = 0) throws -> MLXArray {
         let y = try array("y")
         return try bundle.withHead { weights in
@@ -154,7 +145,6 @@ struct Fixture {
         }
     }
 
-    /// Writes those of the fixture's parameters that a trainer trains.
     func restoreParts(_ trainer: Trainer) throws {
         for block in trainer.model.trained {
             let lora = trainer.model.layouts[block].part(of: try array("lora.\(block)"))
@@ -201,12 +191,10 @@ extension RunSettings {
     }
 }
 
-/// A step's loss, and the gradient of each block's parameters.
 struct Gradients {
     var loss: Float
     var blocks: [Int: MLXArray]
 
-    /// Expects the gradients of other products, tiles or plans, which sum float32 numbers in another order.
     func expectEqual(
         _ expected: Gradients, loss tolerance: Float = 1e-5, _ name: String = "",
         sourceLocation: SourceLocation = #_sourceLocation
@@ -219,7 +207,6 @@ struct Gradients {
     }
 }
 
-/// Expects arrays of the same names and bits.
 func expectEqual(
     _ found: [String: MLXArray], _ expected: [String: MLXArray], sourceLocation: SourceLocation = #_sourceLocation
 ) {
@@ -230,7 +217,6 @@ func expectEqual(
 }
 
 extension LoRALayout {
-    /// Returns the relative error of each matrix of a gradient, and of DoRA's magnitudes.
     func errors(_ gradient: MLXArray, _ expected: MLXArray) throws -> [String: Float] {
         var errors = [String: Float]()
         #expect(gradient.shape == expected.shape && gradient.size == count)
@@ -246,7 +232,6 @@ extension LoRALayout {
 }
 
 extension BlockwiseModel {
-    /// Returns the trained matrices.
     func matrices() throws -> [LoRAMatrices] {
         try trained.flatMap { block in
             let (layout, vector) = (layouts[block], try parameters(block))

@@ -1,6 +1,5 @@
 import Foundation
 
-/// A value that several threads change.
 final class Locked<Value>: @unchecked Sendable {
     private let lock = NSLock()
     private var held: Value

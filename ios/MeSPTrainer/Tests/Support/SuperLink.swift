@@ -143,7 +143,6 @@ final class SuperLink: URLProtocol {
         }
     }
 
-    /// Returns a server's question for two steps of B, which is 0.
     static func round(
         of manifest: Manifest, exchange: String = "float32", _ changes: [String: FlowerValue] = [:]
     ) -> FlowerRecords {
@@ -170,7 +169,6 @@ final class SuperLink: URLProtocol {
             id: "", node: 1, type: "train", run: 1, group: "1", created: .now, records: records, folder: folder)
     }
 
-    /// Returns a record with one array.
     static func add(array: FlowerObjectTree, to store: inout FlowerObjectStore) throws -> FlowerObjectTree {
         let arrays = try store.add("ArrayRecord", children: [array]) { _ in Data(#"{"a": "\#(array.id)"}"#.utf8) }
         return try store.add("RecordDict", children: [arrays]) { _ in Data(#"{"arrays": "\#(arrays.id)"}"#.utf8) }

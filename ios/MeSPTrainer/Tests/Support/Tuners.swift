@@ -3,7 +3,6 @@ import MeSP
 import MeSPControl
 import Testing
 
-/// A suite with a folder for runs of the plain fixture.
 class TunerSuite: @unchecked Sendable {
     let folder = newFolder()
     var runs: URL { folder.appendingPathComponent("runs") }
@@ -26,7 +25,6 @@ class TunerSuite: @unchecked Sendable {
         return options
     }
 
-    /// A file of text to train on.
     func text() throws -> URL {
         let file = folder.appendingPathComponent("text.txt")
         try file.write(String(repeating: "The quick brown fox jumps over the lazy dog.\n", count: 40))
@@ -41,7 +39,6 @@ class TunerSuite: @unchecked Sendable {
 }
 
 extension AsyncSequence {
-    /// Waits for the end, and returns the last element.
     @discardableResult func end(isolation: isolated (any Actor)? = #isolation) async throws -> Element? {
         var last: Element?
         for try await element in self { last = element }

@@ -1,6 +1,5 @@
 @testable import MeSP
 
-/// A tokenizer that does what another does, except for what it implements itself.
 protocol WrappedTokenizer: TextTokenizer {
     var wrapped: any TextTokenizer { get }
 }

@@ -46,7 +46,6 @@ import Testing
             specials: ids.filter { tokenizer.isSpecial($0) })
     }
 
-    /// Returns what the person is told about the last file.
     private func notices(_ tokenizer: TemplateTokenizer) throws -> [String] {
         try TextData(tokenizer: tokenizer, length: 64).first(of: .file(file)).notices.sentences.map(\.english)
     }
@@ -81,19 +80,16 @@ import Testing
                 chatML, [("assistant", "Hi"), ("user", "a"), ("assistant", "b")],
                 ["Hi<|im_end|>\n", "b<|im_end|>\n"]
             ),
-            // The next message is in no answer.
             (
                 TemplateTokenizer(template: TemplateTokenizer.phi),
                 [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")],
                 ["b</s>\n", "d</s>\n<|endoftext|>"]
             ),
-            // The system's text is in a later message.
             (
                 TemplateTokenizer(template: TemplateTokenizer.systemIsLast),
                 [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")],
                 [" b</s>", " d</s>"]
             ),
-            // A token across the border to the answer counts, and a mark shares a token with the template.
             (
                 TemplateTokenizer(words: ["\nSo"], template: TemplateTokenizer.chatML),
                 [("user", "a"), ("assistant", "So.")], ["\nSo.<|im_end|>\n"]

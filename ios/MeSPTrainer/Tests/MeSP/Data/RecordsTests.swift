@@ -160,7 +160,6 @@ private struct WholeTemplate: WrappedTokenizer {
                 "leaves out the tool call of message 2, of the role assistant (\"clock\")"))
     }
 
-    /// Returns the template of a bundle whose manifest has this encoding.
     private func asTrained(_ encoding: String) throws -> any TextTokenizer {
         let bundle = newFolder()
         try bundle.appendingPathComponent("manifest.json").write("{\"encoding\": \(encoding)}")
