@@ -1,7 +1,7 @@
 import Foundation
+import MeSPBundle
 import MeSPControl
 import MeSPCore
-import MeSPBundle
 import MeSPSelfCheck
 import MeSPSentences
 import Observation

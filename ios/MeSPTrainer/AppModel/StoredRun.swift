@@ -1,6 +1,6 @@
 import Foundation
-import MeSPCore
 import MeSPBundle
+import MeSPCore
 import MeSPSentences
 
 public struct StoredRun: Identifiable, Sendable {
