@@ -212,20 +212,6 @@ extension Ledger {
 
     /// Begins a new interval for `mostFirstKernels`.
     public static func boundary() { host_ledger_boundary() }
-
-    public static func record(
-        compute: Bool = false, device: DeviceType = .gpu, rules: LedgerRules = .phone,
-        trace: ((_ primitive: String, _ size: Int) -> Void)? = nil, _ body: () async throws -> Void
-    ) async throws -> Ledger {
-        let recording = try Recording(rules.ctx(compute: compute, device), trace)
-        do {
-            try await withError { try await Device.withDefaultDevice(Device(device), body) }
-        } catch {
-            _ = try? recording.end()
-            throw error
-        }
-        return try recording.end()
-    }
 }
 
 private final class Recording {
