@@ -50,19 +50,27 @@ from mesp.reference.short_convolution import (
 MIXERS = {
     AttentionMixer: (
         ("q", "k", "v", "attn_out"),
-        *(mix_by_attention, output_of_attention, mix_by_attention_backward),
+        mix_by_attention,
+        output_of_attention,
+        mix_by_attention_backward,
     ),
     GatedDeltaNet: (
         ("qkv", "z", "ba", "o"),
-        *(mix_by_gated_delta_net, output_of_gated_delta_net, mix_by_gated_delta_net_backward),
+        mix_by_gated_delta_net,
+        output_of_gated_delta_net,
+        mix_by_gated_delta_net_backward,
     ),
     ShortConvolution: (
         ("b", "c", "u", "conv_out"),
-        *(mix_by_short_convolution, output_of_short_convolution, mix_by_short_convolution_backward),
+        mix_by_short_convolution,
+        output_of_short_convolution,
+        mix_by_short_convolution_backward,
     ),
     Mamba2Mixer: (
         ("z", "xBC", "dt", "o"),
-        *(mix_by_mamba2, output_of_mamba2, mix_by_mamba2_backward),
+        mix_by_mamba2,
+        output_of_mamba2,
+        mix_by_mamba2_backward,
     ),
 }
 
