@@ -53,7 +53,8 @@ import Observation
     package var usesGPU: Bool { (settings?.device ?? log.start?.device ?? .standard) == .gpu }
 
     /// The number of boundaries that the run has passed since the last logged step. See `BoundaryGate.boundaries`.
-    package var blocksOfStep: Int { gate.boundaries - blocksAtLastStep }
+    package var blocksOfStep: Int { boundaries - blocksAtLastStep }
+    package var boundaries: Int { gate.boundaries }
 
     public var isRunning: Bool {
         switch state {

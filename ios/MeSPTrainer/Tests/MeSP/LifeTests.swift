@@ -398,9 +398,10 @@
                 return false
             }
             guard work != nil, !mayTrain else { return }
-            let rest = place
+            // The log in `place` comes with messages, which may be late.
+            let rest = controller.boundaries
             try await Task.sleep(for: .milliseconds(3))
-            guard mayTrain || place == rest else { throw MeSPError("A run that waits has gone on.") }
+            guard mayTrain || controller.boundaries == rest else { throw MeSPError("A run that waits has gone on.") }
         }
 
         private func finish() async throws {
