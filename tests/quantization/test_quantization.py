@@ -296,6 +296,13 @@ def test_the_head_has_6_bits(tiny, tied):
     assert Quantization.of(Bundle("out.mesp").head(), "", 128) == Quantization(8, 64)
 
 
+@pytest.mark.parametrize("others", [{}, {"model.embed_tokens": None}])
+def test_a_head_that_is_the_table_is_quantized_as_the_table(others):
+    arch = Architecture.from_config(FAMILIES["minicpm"])
+    said = Quantizations(Quantization(), {"lm_head": Quantization(8), **others}).to_config(arch)
+    assert "lm_head" not in said if not others else said["lm_head"] is None
+
+
 def test_what_quantizes_otherwise_is_refused(tiny):
     assert "leave out one of them" in refused("--model", tiny, "--mode", "mxfp4", "--head-bits", 6)
     for option in (["--quantize", "nearest"], ["--random-weights"], ["--mode", "mxfp4"]):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -457,3 +458,10 @@ def test_metadata_that_nothing_reads_are_named(key, value, tmp_path: Path):
     file = write_gguf(tmp_path / "t.gguf", "qwen2", changed=changed)
     said = refused(file, tmp_path / "out.mesp")
     assert key in said or "scales RoPE in a way that is not supported" in said
+
+
+@pytest.mark.parametrize("base", [-1.0, math.nan])
+def test_factors_of_rope_for_a_base_that_is_no_base_are_refused(base: float, tmp_path: Path):
+    changed = {"llama.rope.freq_base": floats(base)}
+    file = write_gguf(tmp_path / "t.gguf", "llama", changed=changed)
+    assert "differently from Llama 3" in refused(file, tmp_path / "out.mesp")

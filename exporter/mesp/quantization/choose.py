@@ -52,8 +52,10 @@ class Quantizations:
         """
         prefix = arch.mlx_prefix.removesuffix("model")
         others = {f"{prefix}{name}": each and asdict(each) for name, each in self.others.items()}
-        if arch.tie_word_embeddings and not arch.is_tied_in_mlx_lm and others:
-            others[f"{prefix}lm_head"] = others[f"{prefix}model.embed_tokens"]
+        if arch.tie_word_embeddings and not arch.is_tied_in_mlx_lm:
+            others.pop(f"{prefix}lm_head", None)
+            if (table := f"{prefix}model.embed_tokens") in others:
+                others[f"{prefix}lm_head"] = others[table]
         return asdict(self.main) | others
 
 

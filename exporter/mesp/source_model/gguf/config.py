@@ -315,7 +315,8 @@ def _factors(gguf: GGUF, name: str) -> list[float]:
 def _llama3(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     factors = np.array(_factors(its.gguf, "rope_freqs.weight"))
     size, theta = config["head_dim"], config["rope_theta"]
-    base = [theta ** (-i / size) for i in range(0, size, 2)] if 0 < size <= 4096 else []
+    possible = 0 < size <= 4096 and theta > 0
+    base = [theta ** (-i / size) for i in range(0, size, 2)] if possible else []
     for exponent in range(3, 21):
         scaling = {
             "rope_type": "llama3",
