@@ -12,16 +12,20 @@
 # make first-hour  measures this machine, and packs one file to send back (docs/first-hour.md)
 # make dist    writes to dist/ the sdist, a wheel that builds the engine where it is used, and one for this platform that carries it
 # make generated  writes the files in Swift that say what Python declares, and the repository's address into the pages
-# make setup   makes .venv with everything the others need (each calls it)
+# make setup   makes .venv with everything the others need (each calls what it needs of it)
 # make lock    resolves the versions that CI and the image install
 
 PYTHON ?= python3
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What runs, and what tests.
 READY := $(VENV)/ready
+DEV := $(VENV)/dev
 # A file of versions and their hashes: with LOCK=.ci/requirements.txt, as in CI, nothing else is installed.
 LOCK ?=
+# Python compiles what it imports, a fraction of what is installed.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 FIXTURES := $(CURDIR)/.build/fixtures
 SLOW_IN_SWIFT := FuzzTests LifeTests MetalErrors SelfCheck RunTests EvaluatorTests GeneratorTests ReliabilityTests RunControllerTests \
 	DocumentsFolderTests DownloadFaultsTests lossesOfTrainingEqualTheReference trainsInBFloat16 everyPlanGivesTheSameGradients \
@@ -38,11 +42,11 @@ HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 # Optimized: otherwise the core's tests take more than twice as long. As mesp.engine builds the engine, so
 # that what both have is compiled once.
 OPTIMIZED := --configuration release -Xswiftc -enable-testing
-SWIFT_TEST = $(HOST_MLX) MESP_FIXTURES=$(FIXTURES) MESP_PYTHON=$(CURDIR)/$(BIN)/python swift test --skip-build $(OPTIMIZED) --no-parallel
+SWIFT_TEST = $(HOST_MLX) MESP_FIXTURES=$(FIXTURES) MESP_PYTHON=$(CURDIR)/$(BIN)/python swift test --skip-build --ignore-lock $(OPTIMIZED) --no-parallel
 
 .PHONY: setup lock generated engine engine-and-tests ledger dist demo demo-real demo-rewards demo-federate app-bundle check check-gpu first-hour test test-slow test-format test-python test-swift test-ledger clean
 
-setup: $(READY)
+setup: $(DEV)
 
 $(READY): pyproject.toml $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -53,16 +57,21 @@ $(READY): pyproject.toml $(LOCK)
 		exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { \
 		echo "Python's venv module is missing: on Debian, apt install python3-venv" >&2; exit 1; }
+	@echo "== Python packages, in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
-	$(if $(LOCK),$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $(LOCK))
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(LOCK),--no-deps --no-build-isolation) --editable '.[report,dev]'
+	$(if $(LOCK),$(INSTALL) --require-hashes --requirement $(LOCK))
+	$(INSTALL) $(if $(LOCK),--no-deps --no-build-isolation) --editable '.[report]'
+	@touch $@
+
+$(DEV): $(READY)
+	$(INSTALL) $(if $(LOCK),--no-deps --no-build-isolation) --editable '.[report,dev]'
 	@touch $@
 
 # For every system and every Python from 3.11 on. The image gets the same versions, and setuptools, which builds the package.
 COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command "make lock"
-lock: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+lock: $(DEV)
+	$(INSTALL) uv
 	$(COMPILE) --extra report --extra dev --output-file .ci/requirements.txt pyproject.toml
 	echo setuptools | $(COMPILE) --constraint .ci/requirements.txt --output-file .ci/image.txt pyproject.toml -
 
@@ -73,19 +82,20 @@ engine: $(READY)
 	$(BIN)/python -m mesp.engine
 
 # Before the tests of Python, which may not meet an engine that is being linked.
-engine-and-tests: $(READY)
+engine-and-tests: $(DEV)
 	@echo "== The engine, and the tests of the trainer core"
 	$(HOST_MLX) swift build --build-tests $(OPTIMIZED)
 	@touch .build/release/mesp-engine  # where no source needed compiling, it keeps its old date
 
-# A package with a build folder of its own: nothing else compiles it.
-LEDGER := ios/HostMLXLedger
-ledger: $(READY)
+# Packages of their own, in the trainer's build folder: what they share is compiled once.
+LEDGER := --scratch-path .build --package-path ios/HostMLXLedger
+HOST := --scratch-path .build --package-path ios/HostMLX
+ledger: $(DEV)
 	@echo "== The ledger, and its tests"
-	$(HOST_MLX) swift build --build-tests $(OPTIMIZED) --package-path $(LEDGER)
-	@touch $(LEDGER)/.build/release/mesp-count  # as the engine
+	$(HOST_MLX) swift build --build-tests $(OPTIMIZED) $(LEDGER)
+	@touch .build/release/mesp-count  # as the engine
 
-dist: $(READY)
+dist: $(DEV)
 	$(BIN)/python -m build
 	$(BIN)/python tools/platform_wheel.py
 	@ls -l dist
@@ -126,15 +136,15 @@ COUNTING := $(if $(quick),,$(filter Linux,$(shell uname)))
 # (macOS has GNU make 3.81, which cannot keep their output apart.)
 BESIDE := --no-print-directory --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-check: $(READY)
+check: $(DEV)
 	@$(MAKE) $(BESIDE) quick=yes test-format test-python test-swift
 	@echo "== All quick tests passed"
 
-test: $(READY)
+test: $(DEV)
 	@$(MAKE) $(BESIDE) test-format test-python test-swift $(COUNTING:Linux=test-ledger)
 	@echo "== All tests passed"
 
-test-format: $(READY)
+test-format: $(DEV)
 	@echo "== Style and types: ruff, mypy, swift format"
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -151,12 +161,12 @@ test-swift: engine-and-tests $(FIXTURES).ready
 	@bash -o pipefail -c '$(SWIFT_TEST) $(if $(quick),$(SLOW_IN_SWIFT:%=--skip %)) 2>&1 | tee .build/swift-tests.log' || \
 		{ grep "✘" .build/swift-tests.log; exit 1; }
 	@echo "== Tests of HostMLX"
-	$(HOST_MLX) swift test --no-parallel --package-path ios/HostMLX
+	$(HOST_MLX) swift test $(OPTIMIZED) --no-parallel $(HOST)
 
 test-ledger: ledger
 	@echo "== Tests of the ledger"
 	# Not at once: a ledger takes the place of the one allocator.
-	$(HOST_MLX) swift test --skip-build $(OPTIMIZED) --no-parallel --package-path $(LEDGER)
+	$(HOST_MLX) swift test --skip-build --ignore-lock $(OPTIMIZED) --no-parallel $(LEDGER)
 
 # PyTorch is large: it has an environment of its own, and no part in `make test`.
 test-slow: engine-and-tests $(FIXTURES).ready
@@ -170,7 +180,7 @@ test-slow: engine-and-tests $(FIXTURES).ready
 	$(BIN)/python -m pytest -q -m wheel tests/project
 	@echo "== The MLX of phones reads and computes what today's does"
 	rm -rf $(VENV)/phone-mlx
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/phone-mlx \
+	$(INSTALL) --target $(VENV)/phone-mlx \
 		"mlx$$(test $$(uname) = Linux && echo '[cpu]')==0.32.2" scipy-openblas32
 	$(BIN)/python -m pytest -q -m phone tests/engine
 	@echo "== A real model to a phone and back"
@@ -206,11 +216,11 @@ test-slow: engine-and-tests $(FIXTURES).ready
 	MESP_LIVES=10000 $(SWIFT_TEST) --filter LifeTests
 
 # The Python reference computes the Swift tests' fixtures, again when it changes.
-$(FIXTURES).ready: $(READY) $(REFERENCE)
+$(FIXTURES).ready: $(DEV) $(REFERENCE)
 	@echo "== Fixtures for the Swift tests"
 	rm -rf $(FIXTURES)
 	PYTHONPATH=tests $(BIN)/python tests/fixtures/make_cases.py $(FIXTURES)
 	@touch $@
 
 clean:
-	rm -rf .build ios/HostMLX/.build $(LEDGER)/.build build dist $(VENV)
+	rm -rf .build build dist $(VENV)

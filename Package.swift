@@ -22,9 +22,10 @@ let swiftSettings: [SwiftSetting] = hostMLX ? [.define("MESP_HOST_MLX")] : []
 /// libcurl.
 let isForWheel = Context.environment["MESP_WHEEL"] != nil
 
-/// The setting that turns off the tests' optimization in a release build. Optimizing the tests takes a third of the build's time. Empty without
-/// HostMLX.
-let quickly: [SwiftSetting] = hostMLX ? [.unsafeFlags(["-Onone"], .when(configuration: .release))] : []
+/// The setting that turns off optimization where no time is spent, in a release build on this machine. Optimizing these targets takes most of a build's
+/// time. Empty without HostMLX, and for a wheel.
+let quickly: [SwiftSetting] =
+    hostMLX && !isForWheel ? [.unsafeFlags(["-Onone"], .when(configuration: .release))] : []
 
 /// The test dependency that simulates Metal's behaviour. Empty without HostMLX.
 let metal: [Target.Dependency] = hostMLX ? [.product(name: "HostMLXMetal", package: "HostMLX")] : []
@@ -52,38 +53,43 @@ let package = Package(
             path: "ios/MeSPTrainer/Core"),
         .target(
             name: "MeSPControl", dependencies: ["MeSPBundle", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule],
-            path: "ios/MeSPTrainer/Control"),
+            path: "ios/MeSPTrainer/Control",
+            swiftSettings: quickly),
         .target(
             name: "MeSP",
             dependencies: [
                 "MeSPAdapters", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPImport", "MeSPSentences",
             ],
             path: "ios/MeSPTrainer/MeSP",
-            resources: [.process("general.txt"), .copy("PrivacyInfo.xcprivacy")]),
+            resources: [.process("general.txt"), .copy("PrivacyInfo.xcprivacy")],
+            swiftSettings: quickly),
         .target(
             name: "MeSPBundle", dependencies: ["MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Bundle",
             swiftSettings: swiftSettings),
         .target(
             name: "MeSPDownload", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPImport", "MeSPSentences"],
-            path: "ios/MeSPTrainer/Download"),
+            path: "ios/MeSPTrainer/Download",
+            swiftSettings: quickly),
         .target(
             name: "MeSPImport", dependencies: ["MeSPBundle", "MeSPFiles", "MeSPSentences"],
             path: "ios/MeSPTrainer/Import",
-            swiftSettings: swiftSettings),
+            swiftSettings: swiftSettings + quickly),
         .target(name: "MeSPFiles", dependencies: ["MeSPSentences"], path: "ios/MeSPTrainer/Files"),
         .target(
             name: "MeSPSelfCheck",
             dependencies: [
                 "MeSPAdapters", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule,
             ],
-            path: "ios/MeSPTrainer/SelfCheck"),
+            path: "ios/MeSPTrainer/SelfCheck",
+            swiftSettings: quickly),
         .target(
             name: "MeSPFederation",
             dependencies: [
                 "MeSPAdapters", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPSentences", mlxModule,
             ],
-            path: "ios/MeSPTrainer/Federation"),
+            path: "ios/MeSPTrainer/Federation",
+            swiftSettings: quickly),
         .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
             name: "mesp-engine",
@@ -93,7 +99,7 @@ let package = Package(
             ] + (isForWheel ? [] : ["MeSPFederation"]),
             path: "ios/MeSPTrainer/Engine",
             exclude: isForWheel ? ["Federate.swift"] : [],
-            swiftSettings: swiftSettings + (isForWheel ? [.define("MESP_WHEEL")] : [])),
+            swiftSettings: swiftSettings + quickly + (isForWheel ? [.define("MESP_WHEEL")] : [])),
         .target(
             name: "MeSPAppModel",
             dependencies: [
@@ -101,7 +107,8 @@ let package = Package(
                 "MeSPFiles", "MeSPImport", "MeSPSelfCheck",
             ],
             path: "ios/MeSPTrainer/AppModel",
-            resources: [.process("paper.json")]),
+            resources: [.process("paper.json")],
+            swiftSettings: quickly),
         .executableTarget(name: "tutor", dependencies: ["MeSP"], path: "ios/MeSPTrainer/Example"),
         .testTarget(
             name: "MeSPTests",

@@ -55,7 +55,10 @@ let package = Package(
         .target(name: "MLX", dependencies: ["CHostMLX"]),
         .executableTarget(name: "ProductTimes", dependencies: ["MLX"]),
         .target(name: "HostMLXMetal", dependencies: ["CHostMLX", "MLX"]),
-        .testTarget(name: "MLXTests", dependencies: ["MLX", "HostMLXMetal"]),
+        .testTarget(
+            name: "MLXTests", dependencies: ["MLX", "HostMLXMetal"],
+            // Optimizing the tests takes longer than running them.
+            swiftSettings: [.unsafeFlags(["-Onone"], .when(configuration: .release))]),
     ],
     cxxLanguageStandard: .cxx20
 )

@@ -26,7 +26,7 @@ while [ -e "$FAKES/slow" ]; do sleep 0.02; done
 [ -e "$FAKES/broken" ] && { echo "error: no such module"; exit 1; }
 while [ $# -gt 0 ]; do
   case $1 in
-    --product) name=$2 ;; --package-path) out=$2/.build ;; --scratch-path) out=$2 ;;
+    --product) name=$2 ;; --scratch-path) out=$2 ;;
   esac
   shift
 done
@@ -141,14 +141,14 @@ def test_a_missing_engine_is_built_against_the_installed_mlx(checkout: Path, fak
     (call,) = calls(fakes)
     mlx, _, arguments = call.partition(" ")
     assert (Path(mlx) / "include").is_dir()
-    options = f"--product mesp-engine --package-path {checkout} -Xswiftc -enable-testing"
-    assert arguments == f"build -c release {options}"
+    options = f"--package-path {checkout} --scratch-path {checkout}/.build -Xswiftc -enable-testing"
+    assert arguments == f"build -c release --product mesp-engine {options}"
 
 
 def test_a_missing_counter_is_built_from_the_ledgers_package(checkout: Path, fakes: Path):
     ledger = checkout / "ios" / "HostMLXLedger"
     found = find(checkout, "find_counter")
-    assert found.stdout.strip() == str(ledger / ".build" / "release" / "mesp-count"), found.stderr
+    assert found.stdout.strip() == str(checkout / ".build" / "release" / "mesp-count"), found.stderr
     (call,) = calls(fakes)
     assert f"--product mesp-count --package-path {ledger} " in call
 

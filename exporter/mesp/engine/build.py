@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +31,7 @@ CARRIED = Path(__file__).with_name("programs")
 MLX_FROM_CARRIED = f"{'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}/../../../mlx"
 
 VERSION_SECONDS = 60.0
+SECONDS_BETWEEN_LINES = 15.0
 
 
 class Program(NamedTuple):
@@ -128,7 +130,7 @@ def has_sources(folder: Path) -> bool:
 
 
 def built_program(checkout: Path, program: Program = ENGINE) -> Path:
-    return checkout / program.package / ".build" / "release" / program.name
+    return checkout / ".build" / "release" / program.name
 
 
 def is_older_than_sources(program: Path, checkout: Path) -> bool:
@@ -273,7 +275,7 @@ def build_program(
     *,
     for_wheel: bool = False,
 ) -> Path:
-    """`scratch` is the build folder, by default the package's .build. With `for_wheel`, the program
+    """`scratch` is the build folder, by default the checkout's .build. With `for_wheel`, the program
     runs without an installed Swift, and finds MLX relative to the folder CARRIED.
     """
     swift = shutil.which("swift")
@@ -282,13 +284,15 @@ def build_program(
             f"{program.name} has not been built, and there is no Swift compiler on PATH to build "
             f"it with: install Swift 6.1 from https://swift.org/install, or {_set_engine(program)}."
         )
-    built = scratch / "release" / program.name if scratch else built_program(checkout, program)
+    folder = scratch or checkout / ".build"
+    built = folder / "release" / program.name
     if not built.exists():
-        folder = (scratch or built.parent).parent
-        log.warning("Building %s in %s, once; some minutes.", program.name, folder)
+        place = folder.parent if scratch else folder
+        log.warning("Building %s in %s, once; some minutes.", program.name, place)
     command = [swift, "build", "-c", "release", "--product", program.name]
     command += ["--package-path", str(checkout / program.package)]
-    command += ["--scratch-path", str(scratch)] if scratch else []
+    # Packages that share a folder share what is compiled.
+    command += ["--scratch-path", str(folder)]
     if not scratch or program == COUNTER:
         # The tests in `make` use this option too, so they share the compiled files. mesp-count
         # needs the option to use internals of the trainer's package.
@@ -312,9 +316,13 @@ def build_program(
         errors="replace",
     ) as process:
         try:
+            said_at = time.monotonic()
             for line in process.stdout or ():
                 tail.append(line.rstrip())
-                log.info("Building %s %s", program.name, line.strip())
+                # SwiftPM says "[12/34] Compiling MeSPCore Block.swift".
+                if line.startswith("[") and time.monotonic() > said_at + SECONDS_BETWEEN_LINES:
+                    said_at = time.monotonic()
+                    log.warning("Building %s: %s", program.name, line.strip())
         except BaseException:
             process.terminate()
             raise

@@ -68,7 +68,9 @@ extension Architecture {
         }.max() ?? 1
     }
 
-    package var owners: Set<Int> { Set(layers.indices.compactMap(keysOf)) }
+    package var owners: Set<Int> {
+        Set(mixers.indices.compactMap { kind in layers.firstIndex(of: kind).flatMap(keysOf) })
+    }
 
     /// Whether the blocks that reuse keys and values are consistent. Such a block must have no gate. It must reuse the keys and values of an earlier
     /// block, which computes them itself and in the same shape.

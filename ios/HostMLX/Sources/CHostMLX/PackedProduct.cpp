@@ -206,17 +206,19 @@ struct Fields {
 /// The numbers of x for the first field of each word come first, then those for the second field, and so on. The last field of a word is shifted to
 /// bit 0, because the highest bit of an integer is its sign. The other fields keep their places, so the value of such a field is the code times a
 /// power of two. The number of x is divided by this power. The last block of a row is the row's last 16 words. Words that are also in the block
-/// before are multiplied by zeros.
+/// before are multiplied by zeros. A row of W has at least 16 words.
 struct FewRows {
     struct alignas(64) Sixteen {
         float numbers[16] = {};
     };
 
-    int words, blocks;
+    int words = 0, blocks = 0;
     /// The rearranged numbers of x, [m, blocks, slots].
     std::vector<Sixteen> numbers;
     /// For each word, the sum of the numbers of x whose codes begin in this word, [m, blocks].
     std::vector<Sixteen> sums;
+
+    FewRows() = default;
 
     template <int bits>
     FewRows(const float *x, int stride, int m, int columns, std::integral_constant<int, bits>)
@@ -240,7 +242,7 @@ struct FewRows {
         }
     }
 
-    int first_word(int block) const { return std::max(0, std::min(block * 16, words - 16)); }
+    int first_word(int block) const { return std::min(block * 16, words - 16); }
 };
 
 /// Loads one number for each of the 16 words of a block, from one number for each of the block's `groups` groups. `of_word` is the group of the i-th
@@ -261,7 +263,7 @@ struct FewRows {
 ///     Σ (scale · code + bias) x = scale Σ code · x + bias Σ x
 ///
 /// The order of a sum does not depend on `most`, so a row's result does not depend on the other rows of x.
-template <int bits, int group_size, int most, bool is_short>
+template <int bits, int group_size, int most>
 INLINE void multiply_block(
     const PackedMatrix &w, ptrdiff_t row, ptrdiff_t end, const FewRows &x, int first, int count, float *y,
     ptrdiff_t rows) {
@@ -295,8 +297,7 @@ INLINE void multiply_block(
         Floats products[block][most] = {};
 #pragma unroll
         for (int r = 0; r < block; r++) {
-            if (is_short) sixteen[r] = Words{};
-            std::memcpy(&sixteen[r], packed[r] + first_word * 4, is_short ? x.words * 4 : 64);
+            std::memcpy(&sixteen[r], packed[r] + first_word * 4, 64);
             shifted[r] = sixteen[r] << shifts;
             // Prefetches the following rows, because hardware prefetching stops at the end of a memory page.
             __builtin_prefetch(packed[r] + first_word * 4 + block * w.codes_stride);
@@ -321,7 +322,7 @@ INLINE void multiply_block(
                 for (int r = 0; r < block; r++) products[r][i] = weights[r] * in + products[r][i];
             }
         };
-        if constexpr (most <= 2) {
+        if constexpr (most == 1) {
 #pragma unroll
             for (int slot = 0; slot < Fields::whole; slot++) add(slot);
         } else {
@@ -335,15 +336,8 @@ INLINE void multiply_block(
         for (int r = 0; r < block; r++) {
             constexpr int start = 16 * variant % group_words, groups = (start + 15) / group_words + 1;
             Floats scale, bias;
-            if constexpr (is_short) {
-                for (int i = 0; i < 16; i++) {
-                    const int of_word = std::min(i, x.words - 1) / group_words;
-                    scale[i] = scales[r][of_word], bias[i] = biases[r][of_word];
-                }
-            } else {
-                BY_WORD(scale, (scales[r] + group), groups, ((start + i) / group_words))
-                BY_WORD(bias, (biases[r] + group), groups, ((start + i) / group_words))
-            }
+            BY_WORD(scale, (scales[r] + group), groups, ((start + i) / group_words))
+            BY_WORD(bias, (biases[r] + group), groups, ((start + i) / group_words))
 #pragma unroll
             for (int i = 0; i < most; i++) {
                 Floats sum;
@@ -356,17 +350,13 @@ INLINE void multiply_block(
             input_sums[i]++;
         }
     };
-    if constexpr (is_short) {
-        add_block(0, std::integral_constant<int, 0>());
-    } else {
-        for (int b = 0; b < x.blocks - 1;) {
-            [&]<int... variant>(std::integer_sequence<int, variant...>) __attribute__((always_inline)) {
-                ((b < x.blocks - 1 ? add_block(b++, std::integral_constant<int, variant>()) : void()), ...);
-            }(std::make_integer_sequence<int, Fields::period>());
-        }
-        // The last block of a row has the same shifts as the last block of a period, because both end with a group.
-        add_block(x.blocks - 1, std::integral_constant<int, Fields::period - 1>());
+    for (int b = 0; b < x.blocks - 1;) {
+        [&]<int... variant>(std::integer_sequence<int, variant...>) __attribute__((always_inline)) {
+            ((b < x.blocks - 1 ? add_block(b++, std::integral_constant<int, variant>()) : void()), ...);
+        }(std::make_integer_sequence<int, Fields::period>());
     }
+    // The last block of a row has the same shifts as the last block of a period, because both end with a group.
+    add_block(x.blocks - 1, std::integral_constant<int, Fields::period - 1>());
     for (int r = 0; r < std::min<ptrdiff_t>(block, end - row); r++) {
         for (int i = 0; i < count; i++) {
             SUM(sum, sums[r][i])
@@ -378,23 +368,17 @@ INLINE void multiply_block(
 template <int bits, int group_size>
 INLINE void multiply_rows(
     const PackedMatrix &w, int first, int end, const FewRows &x, int m, float *y, int rows) {
-    const auto multiply = [&]<int most, bool is_short>(
-                              int i, std::integral_constant<int, most>,
-                              std::bool_constant<is_short>) __attribute__((always_inline)) {
+    const auto multiply = [&]<int most>(int i, std::integral_constant<int, most>) __attribute__((always_inline)) {
         for (ptrdiff_t row = first; row < end; row += rows_at_once(most)) {
-            multiply_block<bits, group_size, most, is_short>(
+            multiply_block<bits, group_size, most>(
                 w, row, end, x, i, std::min(m - i, most), y + ptrdiff_t(i) * rows, rows);
         }
     };
     for (int i = 0; i < m; i += 4) {
-        if (x.words < 16) {
-            multiply(i, std::integral_constant<int, 4>(), std::true_type());
-            continue;
-        }
-        switch (m - i) {
-            case 1: multiply(i, std::integral_constant<int, 1>(), std::false_type()); break;
-            case 2: multiply(i, std::integral_constant<int, 2>(), std::false_type()); break;
-            default: multiply(i, std::integral_constant<int, 4>(), std::false_type());
+        if (m - i == 1) {
+            multiply(i, std::integral_constant<int, 1>());
+        } else {
+            multiply(i, std::integral_constant<int, 4>());
         }
     }
 }
@@ -409,15 +393,48 @@ INLINE void multiply_groups(
     }
 }
 
+/// Defines a function that computes y for the rows of W from `first` to `end`.
+#define MULTIPLY_FEW(name)                                                                                        \
+    void name(const PackedMatrix &w, int first, int end, const FewRows &x, int m, float *y, int rows) {           \
+        switch (w.bits) {                                                                                         \
+            case 2: return multiply_groups<2>(w, first, end, x, m, y, rows);                                      \
+            case 3: return multiply_groups<3>(w, first, end, x, m, y, rows);                                      \
+            case 4: return multiply_groups<4>(w, first, end, x, m, y, rows);                                      \
+            case 5: return multiply_groups<5>(w, first, end, x, m, y, rows);                                      \
+            case 6: return multiply_groups<6>(w, first, end, x, m, y, rows);                                      \
+            default: return multiply_groups<8>(w, first, end, x, m, y, rows);                                     \
+        }                                                                                                         \
+    }
+// Its variants make this most of the file's code. An x86 CPU without AVX2 has none, as its vectors are too short for them.
+#if defined(__x86_64__) && defined(__linux__)
+__attribute__((target("arch=x86-64-v3"))) MULTIPLY_FEW(multiply_few_v3)
+__attribute__((target("arch=x86-64-v4"))) MULTIPLY_FEW(multiply_few_v4)
+const auto multiply_few = __builtin_cpu_supports("x86-64-v4")   ? multiply_few_v4
+                          : __builtin_cpu_supports("x86-64-v3") ? multiply_few_v3
+                                                                : nullptr;
+#else
+MULTIPLY_FEW(multiply_few_here)
+const auto multiply_few = multiply_few_here;
+#endif
+
+/// Computes y for the rows of W from `first` to `end`, with weights that are unpacked first.
 FOR_EACH_CPU
-void multiply_few(const PackedMatrix &w, int first, int end, const FewRows &x, int m, float *y, int rows) {
-    switch (w.bits) {
-        case 2: return multiply_groups<2>(w, first, end, x, m, y, rows);
-        case 3: return multiply_groups<3>(w, first, end, x, m, y, rows);
-        case 4: return multiply_groups<4>(w, first, end, x, m, y, rows);
-        case 5: return multiply_groups<5>(w, first, end, x, m, y, rows);
-        case 6: return multiply_groups<6>(w, first, end, x, m, y, rows);
-        default: return multiply_groups<8>(w, first, end, x, m, y, rows);
+void multiply_unpacked(
+    const PackedMatrix &w, int first, int end, const float *x, int stride, int m, int columns, float *y, int rows) {
+    float *weights = scratch(columns);
+    for (int row = first; row < end; row++) {
+        unpack(w, row, 0, columns, weights);
+        for (int i = 0; i < m; i++) {
+            Floats sums{};
+            for (int j = 0; j < columns; j += 16) {
+                Floats in, weight;
+                std::memcpy(&in, x + ptrdiff_t(i) * stride + j, sizeof in);
+                std::memcpy(&weight, weights + j, sizeof weight);
+                sums += weight * in;
+            }
+            SUM(sum, sums)
+            y[ptrdiff_t(i) * rows + row] = sum;
+        }
     }
 }
 
@@ -536,9 +553,15 @@ void by_rows(
     const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, const Addends &addends, float *y) {
     if (m <= few && w.mode == Mode::Affine) {
         const int part = 64;
-        const FewRows arranged = few_rows(x, stride, m, columns, w.bits);
+        const bool isArranged = multiply_few && columns * w.bits >= 16 * 32;
+        const FewRows arranged = isArranged ? few_rows(x, stride, m, columns, w.bits) : FewRows();
         parallel((rows + part - 1) / part, int64_t(rows) * columns * (m + 3) > 1 << 20, [&](int index) {
-            multiply_few(w, index * part, std::min(rows, (index + 1) * part), arranged, m, y, rows);
+            const int first = index * part, end = std::min(rows, first + part);
+            if (isArranged) {
+                multiply_few(w, first, end, arranged, m, y, rows);
+            } else {
+                multiply_unpacked(w, first, end, x, stride, m, columns, y, rows);
+            }
         });
         return;
     }
