@@ -15,6 +15,7 @@
 #include "Exponential.h"
 #include "FailingCommandBuffers.h"
 #include "LedgerHooks.h"
+#include "Lookup.h"
 #include "PackedProduct.h"
 #include "Rows.h"
 #include "Streams.h"
@@ -395,6 +396,10 @@ mx::array exp(const mx::array &x, mx::Stream s) {
 mx::array sigmoid(const mx::array &x, mx::Stream s) {
     const auto y = vectorized(host::Exponential::sigmoid, x, s);
     return y ? *y : mx::sigmoid(x, s);
+}
+mx::array take(const mx::array &a, const mx::array &indices, mx::Stream s) {
+    const auto y = needs_mlx() ? std::nullopt : host::lookup(a, indices, s);
+    return y ? *y : mx::take(a, indices, s);
 }
 
 }  // namespace

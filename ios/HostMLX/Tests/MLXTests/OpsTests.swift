@@ -59,6 +59,15 @@ extension AllTests {
             expectClose(sorted(v), take(v, MLXArray([1, 2, 0])).asArray(Float.self))
             expectClose(x.take(MLXArray([3, 0]), axis: 1), [3, 0, 7, 4], [2, 2])
             expectClose(take(x, MLXArray([5])), [5])
+            let bytes = MLXArray((0..<1 << 18).map { UInt8(truncatingIfNeeded: $0 &* 37 >> 3) }, [1 << 10, 1 << 8])[0..., 3...]
+            for indices in [bytes, bytes.asType(.uint16) * 255] {
+                let table = MLXArray((0..<1 << 16).map { Float($0) * 0.5 })
+                for entries in [table, table.asType(.uint8), table.asType(.uint16)] {
+                    let found = take(entries, indices)
+                    #expect(found.dtype == entries.dtype)
+                    #expect(arrayEqual(found, entries.take(indices, axis: 0)).item(Bool.self))
+                }
+            }
             expectClose(takeAlong(x, MLXArray([1, 2], [2, 1]), axis: 1), [1, 6], [2, 1])
         }
 
