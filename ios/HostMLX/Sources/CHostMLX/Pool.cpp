@@ -60,10 +60,10 @@ class Pool {
         }
     }
 
-    /// Waits for a condition. Polls for 20 µs before it sleeps, because most waits are shorter than waking a thread.
+    /// Waits for a condition. Polls for 100 µs before it sleeps, because most waits are shorter than waking a thread.
     template <class Condition>
     void wait(std::unique_lock<std::mutex> &lock, std::condition_variable &changed, Condition condition) {
-        const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(20);
+        const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(100);
         lock.unlock();
         while (!condition() && std::chrono::steady_clock::now() < end) {
 #ifdef __x86_64__
