@@ -41,7 +41,8 @@ HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 
 # Optimized: otherwise the core's tests take more than twice as long. As mesp.engine builds the engine, so
 # that what both have is compiled once.
-OPTIMIZED := --configuration release -Xswiftc -enable-testing
+# SwiftPM's cached plan may be of another package in the same folder.
+OPTIMIZED := --configuration release -Xswiftc -enable-testing --disable-build-manifest-caching
 SWIFT_TEST = $(HOST_MLX) MESP_FIXTURES=$(FIXTURES) MESP_PYTHON=$(CURDIR)/$(BIN)/python swift test --skip-build --ignore-lock $(OPTIMIZED) --no-parallel
 
 .PHONY: setup lock generated engine engine-and-tests ledger dist demo demo-real demo-rewards demo-federate app-bundle check check-gpu first-hour test test-slow test-format test-python test-swift test-ledger clean

@@ -141,7 +141,8 @@ def test_a_missing_engine_is_built_against_the_installed_mlx(checkout: Path, fak
     (call,) = calls(fakes)
     mlx, _, arguments = call.partition(" ")
     assert (Path(mlx) / "include").is_dir()
-    options = f"--package-path {checkout} --scratch-path {checkout}/.build -Xswiftc -enable-testing"
+    folders = f"--package-path {checkout} --scratch-path {checkout}/.build"
+    options = f"{folders} --disable-build-manifest-caching -Xswiftc -enable-testing"
     assert arguments == f"build -c release --product mesp-engine {options}"
 
 

@@ -291,8 +291,8 @@ def build_program(
         log.warning("Building %s in %s, once; some minutes.", program.name, place)
     command = [swift, "build", "-c", "release", "--product", program.name]
     command += ["--package-path", str(checkout / program.package)]
-    # Packages that share a folder share what is compiled.
-    command += ["--scratch-path", str(folder)]
+    # Packages that share a folder share what is compiled, but not SwiftPM's cached plan.
+    command += ["--scratch-path", str(folder), "--disable-build-manifest-caching"]
     if not scratch or program == COUNTER:
         # The tests in `make` use this option too, so they share the compiled files. mesp-count
         # needs the option to use internals of the trainer's package.
