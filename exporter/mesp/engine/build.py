@@ -275,7 +275,7 @@ def build_program(
     *,
     for_wheel: bool = False,
 ) -> Path:
-    """`scratch` is the build folder, by default the checkout's .build. With `for_wheel`, the program
+    """`scratch` is the build folder, by default .build in `checkout`. With `for_wheel`, the program
     runs without an installed Swift, and finds MLX relative to the folder CARRIED.
     """
     swift = shutil.which("swift")

@@ -59,7 +59,8 @@ extension AllTests {
             expectClose(sorted(v), take(v, MLXArray([1, 2, 0])).asArray(Float.self))
             expectClose(x.take(MLXArray([3, 0]), axis: 1), [3, 0, 7, 4], [2, 2])
             expectClose(take(x, MLXArray([5])), [5])
-            let bytes = MLXArray((0..<1 << 18).map { UInt8(truncatingIfNeeded: $0 &* 37 >> 3) }, [1 << 10, 1 << 8])[0..., 3...]
+            let bytes = MLXArray((0..<1 << 18).map { UInt8(truncatingIfNeeded: $0 &* 37 >> 3) }, [1 << 10, 1 << 8])[
+                0..., 3...]
             for indices in [bytes, bytes.asType(.uint16) * 255] {
                 let table = MLXArray((0..<1 << 16).map { Float($0) * 0.5 })
                 for entries in [table, table.asType(.uint8), table.asType(.uint16)] {
