@@ -761,7 +761,7 @@ def test_an_import_writes_through_no_link(
 def test_a_terms_file_has_a_bound(model: Path, tmp_path: Path):
     copy = shutil.copytree(model, tmp_path / "model")
     (copy / "LICENSE").touch()
-    os.truncate(copy / "LICENSE", 3 << 30)
+    os.truncate(copy / "LICENSE", (4 << 20) + 1)
     assert compare(copy, tmp_path)
     done = run_import(copy, tmp_path / "a.mesp")
     assert done.sentence == f"{copy / 'LICENSE'} has more than 4 MiB; take a smaller one."
