@@ -65,7 +65,7 @@ $(READY): pyproject.toml $(LOCK)
 	@touch $@
 
 $(DEV): $(READY)
-	$(INSTALL) $(if $(LOCK),--no-deps --no-build-isolation) --editable '.[report,dev]'
+	$(if $(LOCK),,$(INSTALL) --editable '.[report,dev]')
 	@touch $@
 
 # For every system and every Python from 3.11 on. The image gets the same versions, and setuptools, which builds the package.

@@ -763,8 +763,11 @@ def test_a_terms_file_has_a_bound(model: Path, tmp_path: Path):
     (copy / "LICENSE").touch()
     os.truncate(copy / "LICENSE", (4 << 20) + 1)
     assert compare(copy, tmp_path)
+    os.truncate(copy / "LICENSE", 3 << 30)
     done = run_import(copy, tmp_path / "a.mesp")
     assert done.sentence == f"{copy / 'LICENSE'} has more than 4 MiB; take a smaller one."
+    with pytest.raises(MespError, match="has more than 4 MiB"):
+        mesp.export(copy, tmp_path / "b.mesp")
 
 
 def test_the_files_of_terms_have_a_bound(model: Path, tmp_path: Path):

@@ -405,7 +405,7 @@ INLINE void multiply_groups(
             default: return multiply_groups<8>(w, first, end, x, m, y, rows);                                     \
         }                                                                                                         \
     }
-// Its variants make this most of the file's code. An x86 CPU without AVX2 has none, as its vectors are too short for them.
+// Its variants are most of this file's code. An x86 CPU without AVX2 has none: its vectors are too short for them.
 #if defined(__x86_64__) && defined(__linux__)
 __attribute__((target("arch=x86-64-v3"))) MULTIPLY_FEW(multiply_few_v3)
 __attribute__((target("arch=x86-64-v4"))) MULTIPLY_FEW(multiply_few_v4)
