@@ -99,12 +99,12 @@ final class CheckSuite {
     func makeTrainer(_ run: RunSettings, plan: Plan? = nil) throws -> Trainer {
         let plan = try plan ?? defaultPlan(run)
         let trainer = try Trainer(bundle: bundle, settings: run, plan: plan, folder: Self.temporaryFolder)
-        for block in trainer.model.trained {
+        for block in trainer.model.lora.trained {
             let noise = MLXRandom.normal(
-                [trainer.model.layouts[block].count], scale: 0.02, key: MLXRandom.key(UInt64(block)))
-            try trainer.model.lora.write(trainer.model.parameters(block) + noise, block)
+                [trainer.model.lora.layouts[block].count], scale: 0.02, key: MLXRandom.key(UInt64(block)))
+            try trainer.model.lora.vectors.write(trainer.model.lora.parameters(block) + noise, block)
         }
-        trainer.clock.atBlock = atBlock
+        trainer.work.atBlock = atBlock
         return trainer
     }
 

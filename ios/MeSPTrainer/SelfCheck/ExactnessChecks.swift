@@ -91,7 +91,7 @@ extension CheckSuite {
         let model = trainer.model
         let x = try model.embed(example(shortest))
         func errors(_ block: Int, _ records: [Range<Int>]?, _ function: BlockFunction) throws -> [Measurement] {
-            let lora = try model.parameters(block)
+            let lora = try model.lora.parameters(block)
             let whole = example(shortest)
             let example = Example(tokens: whole.tokens, counted: whole.counted, records: records)
             // Each block gets the embedding as its input. So the shared keys and values are also computed from the embedding.
@@ -140,7 +140,7 @@ extension CheckSuite {
         let trainer = try makeTrainer(fewBlocks(.mesp))
         let (loss, ours) = try gradients(trainer)
         let (sum, expected) = try gradientsOnCPU(trainer, inputOfTrained(trainer))
-        let found = try errors(trainer.model.layouts, ours.mapValues { tamper("gradients.cpu", $0) }, expected)
+        let found = try errors(trainer.model.lora.layouts, ours.mapValues { tamper("gradients.cpu", $0) }, expected)
         return try compare(
             "The gradients of \(fewBlocks) blocks", with: "those of the formulas on the CPU",
             [Measurement("loss", error(MLXArray(loss), sum))] + found)
@@ -167,7 +167,7 @@ extension CheckSuite {
         before block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.SequenceContext
     ) throws {
         for owner in architecture.owners where owner < block {
-            _ = try makeBlock(owner, x, model.parameters(owner), model, context)
+            _ = try makeBlock(owner, x, model.lora.parameters(owner), model, context)
         }
     }
 
@@ -175,7 +175,7 @@ extension CheckSuite {
         let model = trainer.model
         var x = try model.embed(example(shortest))
         let context = try model.makeContext(example(shortest), x0: x)
-        for block in 0..<trainer.model.trained[0] {
+        for block in 0..<trainer.model.lora.trained[0] {
             x = try output(block, x, model, context)
         }
         return (x, context)
@@ -187,9 +187,9 @@ extension CheckSuite {
         let (model, cpu, example) = (trainer.model, cpu(), example(shortest))
         var x = input.x
         var inputs = [Int: (x: MLXArray, block: Block)]()
-        for block in trainer.model.trained {
+        for block in trainer.model.lora.trained {
             try atBlock()
-            let formulas = try makeBlock(block, x, model.parameters(block), model, input.context)
+            let formulas = try makeBlock(block, x, model.lora.parameters(block), model, input.context)
             inputs[block] = (x, formulas)
             x = try cpu.outputs(block, formulas, x).y
         }
@@ -197,7 +197,7 @@ extension CheckSuite {
         var (sum, d) = try cpu.lossAndGradient(x, example, scale: weight)
         var gradients = [Int: MLXArray]()
         var dShared = [Int: MixerState.KeyValues]()
-        for block in trainer.model.trained.reversed() {
+        for block in trainer.model.lora.trained.reversed() {
             try atBlock()
             guard let (x, formulas) = inputs.removeValue(forKey: block) else { continue }
             gradients[block] = try cpu.backward(
@@ -210,7 +210,7 @@ extension CheckSuite {
         let trainer = try makeTrainer(fewBlocks(.mesp))
         let (loss, ours) = try gradients(trainer)
         let (expectedLoss, expected) = try gradients(self.makeTrainer(fewBlocks(.mebp)))
-        let found = try errors(trainer.model.layouts, ours.mapValues { tamper("gradients.mebp", $0) }, expected)
+        let found = try errors(trainer.model.lora.layouts, ours.mapValues { tamper("gradients.mebp", $0) }, expected)
         return try compare(
             "The gradients of \(fewBlocks) blocks by MeSP", with: "those by automatic differentiation",
             [Measurement("loss", error(MLXArray(loss), MLXArray(expectedLoss)))] + found)
@@ -225,7 +225,7 @@ extension CheckSuite {
         let y = try output(0, x, model, model.makeContext(whole, x0: x))
         let errors = try [1, 2, 3].filter { $0 <= shortest }.flatMap { count in
             let few = Example(tokens: whole.tokens, counted: Array(shortest - count..<shortest))
-            let (loss, dy) = try model.lossAndGradient(y, few, scale: 1)
+            let (loss, dy) = try model.head.lossAndGradient(y, few, scale: 1)
             let (expectedLoss, expected) = try cpu().lossAndGradient(y, few, scale: 1)
             return try [
                 Measurement("loss of \(count)", error(MLXArray(loss), expectedLoss)),

@@ -23,7 +23,7 @@ extension CheckSuite {
             throw Skipped(reason: "The model mixes experts, and the loss jumps where a token chooses others.")
         }
         let trainer = try makeTrainer(fewBlocks(.mesp))
-        let (model, blocks) = (trainer.model, trainer.model.trained)
+        let (model, blocks) = (trainer.model, trainer.model.lora.trained)
         let forward = cpu(length: Self.differenceTokens)
         let backward = cpu(of: derivatives, length: Self.differenceTokens)
         let example = example(Self.differenceTokens)
@@ -41,7 +41,7 @@ extension CheckSuite {
         for block in blocks {
             try atBlock()
             inputs[block] = x
-            x = try outputs(block, x, model.parameters(block)).y
+            x = try outputs(block, x, model.lora.parameters(block)).y
         }
         var (_, d) = try forward.lossAndGradient(x, example, scale: 1 / Float(Self.differenceTokens))
 
@@ -50,7 +50,7 @@ extension CheckSuite {
         var dShared = [Int: MixerState.KeyValues]()
         for block in blocks.reversed() where errors.isEmpty || ContinuousClock.now < end {
             guard let x = inputs[block] else { continue }
-            let lora = try model.parameters(block)
+            let lora = try model.lora.parameters(block)
             let intermediates = try outputs(block, x, lora).intermediates
             let gradient = tamper(
                 "gradients.differences",
@@ -59,11 +59,11 @@ extension CheckSuite {
             func loss(_ changed: MLXArray) throws -> Double {
                 var y = try outputs(block, x, changed).y
                 for later in block + 1..<model.blocks.upperBound {
-                    y = try outputs(later, y, model.parameters(later)).y
+                    y = try outputs(later, y, model.lora.parameters(later)).y
                 }
                 return try forward.loss(y, example)
             }
-            for part in model.layouts[block].parts where errors.isEmpty || ContinuousClock.now < end {
+            for part in model.lora.layouts[block].parts where errors.isEmpty || ContinuousClock.now < end {
                 try atBlock()
                 let error = try differenceError(gradient * part.mask, lora, size: try norm(lora * part.mask), loss)
                 errors[part.name] = error.isFinite ? max(errors[part.name] ?? 0, error) : .nan

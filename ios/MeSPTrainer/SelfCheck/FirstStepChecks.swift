@@ -34,11 +34,11 @@ extension CheckSuite {
 
     private func longestStretches(_ run: RunSettings, _ plan: Plan) throws -> (Double, Double) {
         let trainer = try makeTrainer(run, plan: plan)
-        defer { trainer.clock.atBlock = {} }
+        defer { trainer.work.atBlock = {} }
         let stretches = try (0..<2).map { number in
             let clock = ContinuousClock()
             var (longest, last) = (Duration.zero, clock.now)
-            trainer.clock.atBlock = { [atBlock] in
+            trainer.work.atBlock = { [atBlock] in
                 longest = max(longest, clock.now - last)
                 try atBlock()
                 last = clock.now

@@ -3,7 +3,7 @@ import MLX
 import MeSPCore
 
 private struct Steps {
-    static var phases: [(name: String, path: KeyPath<StepClock.Phases, Double>)] {
+    static var phases: [(name: String, path: KeyPath<StepWork.Phases, Double>)] {
         [("forward", \.forward), ("head", \.loss), ("backward", \.backward)]
     }
 
@@ -31,7 +31,7 @@ extension CheckSuite {
         Memory.clearCache()
         let before = memoryFootprint()
         let trainer = try makeTrainer(run, plan: plan)
-        let (clock, sampler) = (trainer.clock, FootprintSampler())
+        let (clock, sampler) = (trainer.work, FootprintSampler())
         defer { sampler.stop() }
         var steps = Steps()
         var last = clock.time

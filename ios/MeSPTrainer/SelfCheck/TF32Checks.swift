@@ -15,7 +15,7 @@ extension CheckSuite {
         let rounded = try TF32.$isEmulated.withValue(true) { try gradientsOnCPU(trainer, input) }
         let effects =
             try [Measurement("loss", error(rounded.loss, exact.loss))]
-            + self.errors(trainer.model.layouts, rounded.gradients, exact.gradients)
+            + self.errors(trainer.model.lora.layouts, rounded.gradients, exact.gradients)
         let worst = effects.compactMap(\.value).max() ?? .nan
         let effect = String(format: "%.1e", worst)
         let (verdict, sentence): (SelfCheckReport.Verdict, Sentence) =

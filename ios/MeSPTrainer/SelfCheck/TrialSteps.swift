@@ -44,7 +44,7 @@ package final class TrialSteps {
 
     /// Takes a step with the settings' number of sequences. With an objective, the step has one sequence.
     package func step(atBlock: @escaping () -> Void = {}) throws {
-        trainer.clock.atBlock = atBlock
+        trainer.work.atBlock = atBlock
         let settings = trainer.model.settings
         let examples = Array(
             repeating: example,

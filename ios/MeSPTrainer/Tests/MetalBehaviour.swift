@@ -139,9 +139,9 @@
             let trainer = try fixture.trainer(method)
             var (places, gradients) = ([0, 0], [Gradients]())
             for step in 0..<2 {
-                trainer.clock.atBlock = { places[step] += 1 }
+                trainer.work.atBlock = { places[step] += 1 }
                 gradients.append(try fixture.gradients(trainer))
-                trainer.model.isWarm = true
+                trainer.model.work.isWarm = true
             }
             #expect(method == .mesp ? places[0] > 10 * places[1] / 2 : places[0] > places[1] + 2 * 8)
             #expect(gradients[0].loss == gradients[1].loss)
@@ -185,7 +185,7 @@
             var (place, ended) = (0, false)
             while !ended {
                 var calls = 0
-                trainer.clock.atBlock = {
+                trainer.work.atBlock = {
                     calls += 1
                     guard calls > place else { return }
                     if calls == place + 1 { beginMetal(.init()) }

@@ -308,15 +308,15 @@ import MeSPSentences
                     output.appendingPathComponent)
                 try fixture.bundle.withDevice {
                     let trainer = try fixture.trainer(.mesp)
-                    try trainer.model.saveAdapters(to: output)
+                    try trainer.model.lora.save(to: output)
                     let before = try places.map { try Data(contentsOf: $0) }
                     try fixture.restore(trainer)
                     let buffers = withMetal(.init()) {
-                        _ = try? trainer.model.saveAdapters(to: output.appendingPathComponent("other"))
+                        _ = try? trainer.model.lora.save(to: output.appendingPathComponent("other"))
                     }.report.commandBuffers
                     for buffer in 1...buffers {
                         let result = withMetal(failure(buffer, .max)) {
-                            try fixture.bundle.withDevice { try trainer.model.saveAdapters(to: output) }
+                            try fixture.bundle.withDevice { try trainer.model.lora.save(to: output) }
                         }.result
                         #expect(throws: (any Error).self) { try result.get() }
                         #expect(try places.map { try Data(contentsOf: $0) } == before, "buffer \(buffer)")
@@ -389,7 +389,7 @@ import MeSPSentences
         @Test(arguments: plain) func theAdaptersAreNotBlamed(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
             try inFolder { adapters in
-                try fixture.bundle.withDevice { try fixture.trainer(.mesp).model.saveAdapters(to: adapters) }
+                try fixture.bundle.withDevice { try fixture.trainer(.mesp).model.lora.save(to: adapters) }
                 func evaluate() throws -> Double {
                     let evaluator = try Evaluator(fixture.bundle, adapters: [.init(adapters)])
                     return try evaluator.logLikelihood(of: Array(1...9), window: 4)
@@ -414,7 +414,7 @@ import MeSPSentences
                 try fixture.bundle.withDevice {
                     let trainer = try fixture.trainer(.mesp)
                     try fixture.restore(trainer)
-                    try trainer.model.saveAdapters(to: adapters)
+                    try trainer.model.lora.save(to: adapters)
                 }
                 for others in [[], [WeightedAdapters(adapters, weight: 0.5)]] {
                     try compare { failing in

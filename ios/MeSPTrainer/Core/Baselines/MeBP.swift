@@ -39,14 +39,14 @@ extension BlockwiseModel {
             return gradients
         }
         // The first evaluation compiles GPU kernels. Evaluating one output at a time allows pauses between compilations.
-        if !isWarm, differentiated.insert(bundle.kinds[index]).inserted {
+        if !work.isWarm, differentiated.insert(bundle.kinds[index]).inserted {
             let pass = plain(lazy)
             for index in try 1..<pass.outputs(x).list.count {
                 let output = try Device.withGlobal(bundle.mlxDevice) { try pass.outputs(x).list[index] }
                 eval(output)
-                clock.pause()
+                work.pause()
                 eval(try gradients(cotangents: [MLXArray.zeros(like: output)]) { [try $0.outputs($1).list[index]] })
-                clock.pause()
+                work.pause()
             }
         }
         let all = try gradients(cotangents: [d] + (sum.map { [$0.keys, $0.values] } ?? [])) { pass, x in

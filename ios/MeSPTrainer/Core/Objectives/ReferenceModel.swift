@@ -10,7 +10,7 @@ final class ReferenceModel {
     func logProbability(_ answer: PreferenceAnswer, _ model: BlockwiseModel) throws -> Double {
         if let known = known[answer.source] { return Double(known) }
         let loss = try model.loss(answer.example) { [start] block, _ in
-            try start?.read(block).asType(.float32) ?? model.baseParameters(block)
+            try start?.read(block).asType(.float32) ?? model.lora.baseParameters(block)
         }
         guard loss.isFinite else { throw try model.notFinite([answer.example]) }
         known[answer.source] = -loss

@@ -34,10 +34,10 @@ extension BlockwiseModel {
             maps.areKept = keptMaps
             Memory.clearCache()
         }
-        let generator = Generator(CachedModel(bundle, with: try adapters()))
+        let generator = Generator(CachedModel(bundle, with: try lora.adapters()))
         try generator.generate(
             requests, atOnce: min(requests.count, CachedModel.mostTexts), cacheLimit: cacheLimit,
-            atBlock: clock.atBlock,
+            atBlock: work.atBlock,
             onToken: { answers[$0].append($1) },
             onEnd: { index, summary in
                 if summary.reason == .stopped { throw CancellationError() }

@@ -65,7 +65,7 @@ package struct SavedState: Codable {
         let url = Self.url(in: folder)
         try explaining {
             // Each array is confirmed before its bytes are written.
-            try MLXErrors.repeating(confirms: false, beforeRetry: trainer.clock.wait) {
+            try MLXErrors.repeating(confirms: false, beforeRetry: trainer.work.wait) {
                 let tensors = try Self.vectors(of: trainer).map { name, vector in
                     NewTensor(name: name, shape: vector.shape, dtype: vector.dtype) { vector }
                 }
@@ -142,8 +142,8 @@ extension SavedState {
     package static func vectors(of trainer: Trainer) throws -> [String: MLXArray] {
         var vectors = [String: MLXArray]()
         let (model, optimizer) = (trainer.model, trainer.updates.optimizer)
-        for block in model.trained {
-            vectors["lora.\(block)"] = try model.lora.read(block)
+        for block in model.lora.trained {
+            vectors["lora.\(block)"] = try model.lora.vectors.read(block)
             vectors["first.\(block)"] = try optimizer.first?.read(block)
             vectors["second.\(block)"] = try optimizer.second?.read(block)
         }
@@ -159,10 +159,10 @@ extension SavedState {
             return vector
         }
         let (model, updates) = (trainer.model, trainer.updates)
-        try trainer.clock.repeating {
+        try trainer.work.repeating {
             if model.settings.objective?.hasReference == true { try trainer.reference.restore(vectors) }
-            for block in model.trained {
-                try model.lora.write(vector("lora.\(block)", like: model.lora.read(block)), block)
+            for block in model.lora.trained {
+                try model.lora.vectors.write(vector("lora.\(block)", like: model.lora.vectors.read(block)), block)
                 if let first = try updates.optimizer.first?.read(block) {
                     try updates.optimizer.first?.write(vector("first.\(block)", like: first), block)
                 }

@@ -55,12 +55,12 @@ final class TrainingLoop {
             try Trainer(bundle: bundle, settings: settings, plan: plan, folder: URL(fileURLWithPath: settings.output))
         }
         if saved == nil, let adapters = settings.adapters {
-            try trainer.model.startFrom(URL(fileURLWithPath: adapters))
+            try trainer.model.lora.load(from: URL(fileURLWithPath: adapters))
         }
         // A resumed run without a saved state starts again, with an empty log.
         log = try LogWriter(folder: output, resumeAt: settings.resume ? state.logBytes : nil)
         secret = settings.dpClip == nil ? nil : try SecretKey(in: output, resumes: settings.resume)
-        trainer.clock.atBlock = { [unowned self] in try self.hooks.atBlock { try append(.event($0)) } }
+        trainer.work.atBlock = { [unowned self] in try self.hooks.atBlock { try append(.event($0)) } }
         if let saved { try SavedState.restore(trainer) { saved.vectors[$0] } }
         if log.isEmpty { try append(.start(.init(settings, bundle, hooks.battery()))) }
         if let cut { try note("cheaper_plan", "\(cut.reason); the run continues with a plan that takes less memory") }
@@ -120,7 +120,7 @@ final class TrainingLoop {
     ///
     /// - Throws: `MeSPError` if no plan takes less memory.
     private func cutShort(_ reason: Sentence) throws -> CutShort {
-        if !hasTrained, !trainer.clock.hasChanged {
+        if !hasTrained, !trainer.work.hasChanged {
             do { try save() } catch let failure as MLXFailure where failure.isOfMemory {}
         }
         return CutShort(reason: reason, plan: try planner.cheaper(than: state.plan, because: reason))
@@ -130,7 +130,7 @@ final class TrainingLoop {
     ///
     /// - Returns: whether the training is done.
     private func advance() throws -> Bool {
-        trainer.clock.hasChanged = false
+        trainer.work.hasChanged = false
         let last = state.step >= settings.steps
         let due = settings.evalEvery > 0 && state.step % settings.evalEvery == 0
         if state.step == 0 || last || due, state.evaluated != state.step { try evaluate() }
@@ -181,10 +181,10 @@ final class TrainingLoop {
     }
 
     private func recordedStep() throws -> LogRecord.Step {
-        let (start, before, written) = (ContinuousClock.now, trainer.clock.time, trainer.writtenBytes)
+        let (start, before, written) = (ContinuousClock.now, trainer.work.time, trainer.writtenBytes)
         Memory.peakMemory = 0
         let result = try stepResult(number: state.step)
-        let (memory, time) = (Memory.snapshot(), trainer.clock.time)
+        let (memory, time) = (Memory.snapshot(), trainer.work.time)
         state.step += 1
         return .init(
             step: state.step, loss: result.loss,
@@ -243,7 +243,7 @@ final class TrainingLoop {
             progress.start = state
             return
         }
-        if settings.evalEvery > 0 { try trainer.model.saveAdapters(to: output.appendingPathComponent("best")) }
+        if settings.evalEvery > 0 { try trainer.model.lora.save(to: output.appendingPathComponent("best")) }
     }
 
     /// Logs and returns the mean loss of the first sequences of a split.
@@ -272,8 +272,8 @@ final class TrainingLoop {
     private func chooseStrength(_ limit: Double) throws {
         guard let general = data.general, let valid = data.valid, let before = state.first else { return }
         func loss(_ sequences: TokenStream.Sequences, _ count: Int, at strength: Float) throws -> Float {
-            trainer.model.strength = strength
-            defer { trainer.model.strength = 1 }
+            trainer.model.lora.strength = strength
+            defer { trainer.model.lora.strength = 1 }
             return try sequences.meanLoss(trainer.model, first: count).loss
         }
         var chosen = try during(.evaluating) {
@@ -283,15 +283,15 @@ final class TrainingLoop {
                 heldOut: { try loss(valid, settings.valBatches, at: $0) })
         }
         if chosen.strength == 0, let adapters = settings.adapters {
-            try trainer.model.startFrom(URL(fileURLWithPath: adapters))
+            try trainer.model.lora.load(from: URL(fileURLWithPath: adapters))
             chosen.generalAfter = try loss(general, Self.generalPieces, at: 1)
         } else {
-            trainer.model.strength = chosen.strength
+            trainer.model.lora.strength = chosen.strength
             chosen.generalKl = try during(.evaluating) {
                 try general.meanDivergence(trainer.model, first: Self.generalPieces)
             }
         }
-        try trainer.model.saveAdapters(to: output.appendingPathComponent("adapters"))
+        try trainer.model.lora.save(to: output.appendingPathComponent("adapters"))
         try append(.strength(chosen))
     }
 
@@ -303,13 +303,13 @@ final class TrainingLoop {
     }
 
     private func save() throws {
-        if let name = try trainer.model.firstNotFinite() {
+        if let name = try trainer.model.lora.firstNotFinite() {
             throw MeSPError(
                 "The parameter \(name) is not finite after step \(state.step); start again with a lower learning rate. The last saved state is kept.",
                 .notFinite)
         }
         try during(.saving) {
-            try trainer.model.saveAdapters(to: output.appendingPathComponent("adapters"))
+            try trainer.model.lora.save(to: output.appendingPathComponent("adapters"))
             // The log is synchronized before the state is saved, because the state contains the log's length.
             state.logBytes = try log.synchronize()
             try state.save(trainer, in: output)

@@ -7,11 +7,11 @@ extension Updates {
     func computeClipping(to limit: Float, _ gradient: (_ block: Int) throws -> MLXArray) throws -> (
         factor: Float, norm: Float
     ) {
-        let norm = try model.clock.repeating {
+        let norm = try model.work.repeating {
             let squares = try model.drawn.reduce(Float(0)) { try $0 + gradient($1).square().sum().number(Float.self) }
             // An infinite norm would scale finite gradients to zeros.
             if !squares.isFinite {
-                for block in model.drawn where try !model.isFinite(gradient(block)) {
+                for block in model.drawn where try !isFinite(gradient(block)) {
                     throw try model.notFinite(gradient: gradient(block), block)
                 }
                 throw NotFinite(what: "The norm of the gradient")

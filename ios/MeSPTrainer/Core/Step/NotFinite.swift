@@ -10,20 +10,22 @@ package struct NotFinite: Error {
 
 extension BlockwiseModel {
     func notFinite(gradient: MLXArray, _ block: Int) throws -> NotFinite {
-        let layout = layouts[block]
+        let layout = lora.layouts[block]
         let whole = layout.replacing(in: MLXArray.zeros([layout.count]), trained: gradient)
-        let place: Sentence = try firstNotFinite(whole, block).map { "\($0)" } ?? "block \(block)"
+        let place: Sentence = try lora.firstNotFinite(whole, block).map { "\($0)" } ?? "block \(block)"
         return NotFinite(what: "The gradient of \(place)")
     }
 
     /// Returns the place of the first number that is not finite in the forward pass of some sequences. Repeats the forward pass to find the place.
     func notFinite(_ examples: [Example]) throws -> NotFinite {
         do {
-            try clock.repeating {
+            try work.repeating {
                 for example in examples {
-                    _ = try lastOutput(example) { block, lora in
-                        if let name = try firstNotFinite(lora, block) { throw NotFinite(what: "The parameter \(name)") }
-                        return lora
+                    _ = try lastOutput(example) { block, parameters in
+                        if let name = try lora.firstNotFinite(parameters, block) {
+                            throw NotFinite(what: "The parameter \(name)")
+                        }
+                        return parameters
                     } check: { block, y in
                         guard try isFinite(y) else { throw NotFinite(what: "The output of block \(block)") }
                     }
@@ -34,15 +36,17 @@ extension BlockwiseModel {
             return found
         }
     }
+}
 
+extension TrainedLoRA {
     func firstNotFinite() throws -> String? {
         for block in trained {
-            if let name = try clock.repeating({ try firstNotFinite(lora.read(block), block) }) { return name }
+            if let name = try work.repeating({ try firstNotFinite(vectors.read(block), block) }) { return name }
         }
         return nil
     }
 
-    private func firstNotFinite(_ vector: MLXArray, _ block: Int) throws -> String? {
+    fileprivate func firstNotFinite(_ vector: MLXArray, _ block: Int) throws -> String? {
         for module in layouts[block].modules {
             let matrices = layouts[block].matrices(module, in: vector)
             let all = [("A", matrices.a), ("B", matrices.b)] + (matrices.m.map { [("m", $0)] } ?? [])
@@ -53,6 +57,6 @@ extension BlockwiseModel {
         }
         return nil
     }
-
-    func isFinite(_ array: MLXArray) throws -> Bool { try (array * 0).sum().number(Float.self) == 0 }
 }
+
+func isFinite(_ array: MLXArray) throws -> Bool { try (array * 0).sum().number(Float.self) == 0 }

@@ -64,7 +64,7 @@ struct PreferenceBatch: StepLoss {
                 sequences[0].residual = try {
                     let (loss, dy) = try trainer.head(sequences[0].residual, answer.example, weight: 1)
                     let weight = try single(answer, loss, kl: k, share, trainer, &result).weights[0]
-                    return try trainer.clock.confirmed { Float(share * weight) * dy }
+                    return try trainer.work.confirmed { Float(share * weight) * dy }
                 }()
                 try trainer.backward(&sequences, into: sink)
             }
@@ -95,11 +95,11 @@ struct PreferenceBatch: StepLoss {
             let terms = try pair(chosen, loss, rejected, rejectedLoss, share, trainer, &result)
             weight = Float(share * terms.weights[1])
             guard let context = terms.context > 0 ? chosen.context : nil else {
-                return try trainer.clock.confirmed { Float(share * terms.weights[0]) * dy }
+                return try trainer.work.confirmed { Float(share * terms.weights[0]) * dy }
             }
             let (contextLoss, contextDy) = try trainer.head(y, context, weight: 1)
             result.sum += share * terms.context * Double(contextLoss)
-            return try trainer.clock.confirmed {
+            return try trainer.work.confirmed {
                 Float(share * terms.weights[0]) * dy + Float(share * terms.context) * contextDy
             }
         }()
@@ -110,7 +110,7 @@ struct PreferenceBatch: StepLoss {
             sequences[0].residual = try trainer.head(sequences[0].residual, rejected.example, weight: weight).dy
             try trainer.backward(&sequences, into: sink)
         } else {
-            waiting[0].residual = try trainer.clock.confirmed { weight * waiting[0].residual }
+            waiting[0].residual = try trainer.work.confirmed { weight * waiting[0].residual }
             try trainer.backward(&waiting, into: sink)
         }
     }

@@ -30,7 +30,7 @@ extension Trainer {
         }
         _ = try updates.updateAll(number, updates.randomKeys(number)) { block in
             let key = MLXRandom.key(secret.noiseSeed(step: number, block: block))
-            var sum = noise * clip * MLXRandom.normal([model.layouts[block].trainedCount], key: key)
+            var sum = noise * clip * MLXRandom.normal([model.lora.layouts[block].trainedCount], key: key)
             if count > 0, let clipped = try updates.clippedSums?.read(block) { sum = clipped + sum }
             return sum / Float(settings.batchSize)
         }

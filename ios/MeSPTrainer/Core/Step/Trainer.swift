@@ -18,7 +18,7 @@ import MeSPBundle
 /// If a step needs all gradients before an update, for example to clip them, the updates follow the backward pass.
 package final class Trainer {
     package let model: BlockwiseModel
-    package let clock = StepClock()
+    package let work: StepWork
     package let updates: Updates
     let reference: ReferenceModel
     let plan: Plan
@@ -47,7 +47,7 @@ package final class Trainer {
 
     func beginStep(_ number: Int) {
         let settings = model.settings
-        model.drawn = settings.drawBlocks(of: model.trained, step: settings.firstStep + number)
+        model.drawn = settings.drawBlocks(of: model.lora.trained, step: settings.firstStep + number)
         dropout =
             settings.dropout > 0
             ? (DropoutKey(rate: settings.dropout, seed: settings.seed)[settings.firstStep + number], 0) : nil
@@ -102,7 +102,7 @@ package final class Trainer {
     }
 
     func head(_ y: MLXArray, _ example: Example, weight: Float) throws -> (loss: Float, dy: MLXArray) {
-        let (loss, dy) = try model.lossAndGradient(y, example, scale: weight)
+        let (loss, dy) = try model.head.lossAndGradient(y, example, scale: weight)
         guard loss.isFinite else { throw try model.notFinite([example]) }
         return (loss, dy)
     }
@@ -116,22 +116,22 @@ package final class Trainer {
             defer { weights.packed.close() }
             var sum: MLXArray?
             for index in sequences.indices {
-                try clock.boundary()
-                let start = clock.now
-                defer { clock.add(since: start, to: \.backward) }
+                try work.boundary()
+                let start = work.now
+                defer { work.add(since: start, to: \.backward) }
                 let gradient = try differentiate(block, weights, sequences[index], addedTo: sum)
                 if index < sequences.count - 1 {
                     sum = gradient
                 } else if model.drawn.contains(block) {
                     try sink(block, gradient)
                 }
-                model.freeCache()
+                work.freeCache()
             }
         }
         sequences = []
         updated.formUnion(model.drawn)
-        model.isWarm = model.isWarm || updated.count == model.trained.count
-        clock.hasChanged = false
+        work.isWarm = work.isWarm || updated.count == model.lora.trained.count
+        work.hasChanged = false
     }
 
     /// Returns the gradient of a block's trained parameters for a sequence, plus `sum`; without numbers if the block is not drawn. Replaces the
@@ -149,9 +149,9 @@ package final class Trainer {
         var dShared = sequence.gradients.removeValue(forKey: owner)
         let held = MLXErrors.areLate ? (sequence.residual, dShared) : nil
         let isAutomatic = model.settings.method == .mebp
-        let gradient = try clock.repeating(in: isAutomatic ? nil : model.workspace) {
+        let gradient = try work.repeating(isBounded: !isAutomatic) {
             if let held { (sequence.residual, dShared) = held }
-            let formulas = try model.makeBlock(block, weights, model.parameters(block), sequence, x)
+            let formulas = try model.makeBlock(block, weights, model.lora.parameters(block), sequence, x)
             var gradient: MLXArray
             if isAutomatic {
                 gradient = try model.automaticGradient(block, formulas, x, d: &sequence.residual, dShared: &dShared)
@@ -174,8 +174,9 @@ package final class Trainer {
     package init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
         let arrays = try TrainingArrays(bundle, settings, plan, in: folder)
         (self.plan, inputsFile) = (plan, arrays.inputsFile)
-        model = try BlockwiseModel(
-            bundle, settings, plan: plan, lora: arrays.lora, squaredNorms: arrays.squaredNorms, clock: clock)
+        work = StepWork(bundle, settings, plan)
+        model = BlockwiseModel(bundle, settings, arrays, work)
+        bundle.maps.areKept = plan.keepsMaps
         updates = Updates(of: model, arrays)
         reference = ReferenceModel(start: arrays.start)
     }

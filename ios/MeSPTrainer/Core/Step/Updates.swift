@@ -20,11 +20,11 @@ package final class Updates {
 
     /// Returns the result of `step`. With `skipBadSteps`, restores the previous parameters and state if `step` throws `NotFinite`.
     func undoingFailure<R>(_ step: () throws -> R) throws -> R {
-        let before = settings.skipBadSteps ? (model.lora, optimizer) : nil
+        let before = settings.skipBadSteps ? (model.lora.vectors, optimizer) : nil
         do {
             return try step()
         } catch let error as NotFinite {
-            if let before { (model.lora, optimizer, model.clock.hasChanged) = (before.0, before.1, false) }
+            if let before { (model.lora.vectors, optimizer, model.work.hasChanged) = (before.0, before.1, false) }
             throw error
         }
     }
@@ -46,7 +46,7 @@ package final class Updates {
         to sums: ReferenceWritableKeyPath<Updates, BlockArrays?>, _ block: Int, _ array: () throws -> MLXArray
     ) throws {
         guard let old = self[keyPath: sums] else { return }
-        let new = try model.clock.confirmed { try old.sum(with: array(), block) }
+        let new = try model.work.confirmed { try old.sum(with: array(), block) }
         try self[keyPath: sums]?.writeSum(new, block)
     }
 
@@ -61,10 +61,10 @@ package final class Updates {
     /// (`MLXErrors`).
     func update(_ block: Int, _ number: Int, _ key: MLXArray, _ gradient: () throws -> MLXArray) throws {
         // The number at the end confirms the results.
-        let update = try model.clock.repeating(confirms: false) {
+        let update = try model.work.repeating(confirms: false) {
             var gradient = try gradient()
             let (all, sum) = (gradient, gradient.sum())
-            let (layout, parameters) = (model.layouts[block], try model.parameters(block))
+            let (layout, parameters) = (model.lora.layouts[block], try model.lora.parameters(block))
             let old = layout.trained(in: parameters)
             if let mu = settings.proximalMu, let start = try start?.read(block) {
                 gradient = gradient + mu * (old - layout.trained(in: start))
@@ -80,9 +80,9 @@ package final class Updates {
             guard try sum.number(Float.self).isFinite else { throw try model.notFinite(gradient: all, block) }
             return update
         }
-        model.clock.hasChanged = true
+        model.work.hasChanged = true
         try optimizer.keep(update, block: block)
-        try model.lora.write(update.w, block)
+        try model.lora.vectors.write(update.w, block)
     }
 
     /// Updates every drawn block after all gradients are computed, with the norm of the gradient clipped to `maxGradNorm`.
@@ -91,16 +91,16 @@ package final class Updates {
     func updateAll(_ number: Int, _ keys: [MLXArray], gradient: (_ block: Int) throws -> MLXArray) throws -> Float? {
         let (factor, norm) = try settings.maxGradNorm.map { try computeClipping(to: $0, gradient) } ?? (1, nil)
         for block in model.drawn {
-            try model.clock.boundary()
+            try model.work.boundary()
             try update(block, number, keys[block]) { factor * (try gradient(block)) }
         }
-        model.clock.hasChanged = false
+        model.work.hasChanged = false
         return norm
     }
 
     func randomKeys(_ number: Int) throws -> [MLXArray] {
         let seed = scattered(settings.seed) &+ UInt64(settings.firstStep + number)
-        return try model.clock.repeating {
+        return try model.work.repeating {
             let keys = MLXRandom.split(key: MLXRandom.key(seed), into: model.blocks.count)
             MLXErrors.evaluateOnGPU(keys)
             return keys
@@ -109,7 +109,7 @@ package final class Updates {
 
     /// The bytes written so far to the offloaded arrays that steps change, without block inputs.
     var writtenBytes: Int {
-        [model.lora, sums, clippedSums, optimizer.first, optimizer.second].reduce(0) { $0 + ($1?.written ?? 0) }
+        [model.lora.vectors, sums, clippedSums, optimizer.first, optimizer.second].reduce(0) { $0 + ($1?.written ?? 0) }
     }
 }
 

@@ -54,7 +54,7 @@ import Testing
             #expect(result.tokens == answers.reduce(0) { $0 + $1.example.counted.count })
             for block in trainer.model.blocks {
                 let old = try fixture.array("lora.\(block)")
-                let gradient = (old - (try trainer.model.lora.read(block))) / Self.rate
+                let gradient = (old - (try trainer.model.lora.vectors.read(block))) / Self.rate
                 let error = relativeError(gradient, try fixture.array("\(objective.rawValue).grad.\(block)"))
                 #expect(error < 1e-4, "block \(block)")
             }
@@ -72,11 +72,11 @@ import Testing
             let trainer = try trainer(fixture, objective, plan: plan)
             try fixture.restore(trainer)
             var boundaries = 0
-            trainer.clock.atBlock = { boundaries += 1 }
+            trainer.work.atBlock = { boundaries += 1 }
             let batch = PreferenceBatch(try answers(fixture), objective, share: 0.5)
             _ = try trainer.step([batch, batch], number: 0)
             #expect((trainer.writtenBytes > 0) == (plan.offload != .none))
-            return (boundaries, try trainer.model.blocks.map { try trainer.model.lora.read($0) })
+            return (boundaries, try trainer.model.blocks.map { try trainer.model.lora.vectors.read($0) })
         }
         var plan = Plan(tileBytes: 1 << 20)
         let (boundaries, expected) = try step(plan)
@@ -102,7 +102,7 @@ import Testing
         try fixture.bundle.withDevice {
             let whole = try trainer(fixture, .dpo)
             try fixture.restore(whole)
-            try whole.model.saveAdapters(to: folder)
+            try whole.model.lora.save(to: folder)
             let file = folder.appendingPathComponent("adapters.safetensors")
             let b = try loadArrays(url: file).filter { $0.key.hasSuffix("lora_b") }
             MLX.eval(Array(b.values))
@@ -110,7 +110,7 @@ import Testing
             let trainer = try fixture.trainer(.mesp) {
                 ($0.objective, $0.batchSize, $0.freezeA, $0.adapters) = (.dpo, 2, true, folder.path)
             }
-            try trainer.model.startFrom(folder)
+            try trainer.model.lora.load(from: folder)
             let loss = try PreferenceBatch(answers(fixture), .dpo).evaluated(trainer).loss
             #expect(abs(loss - log(2)) < 1e-6)
         }
@@ -129,7 +129,7 @@ import Testing
             try fixture.restore(trainer)
             let losses = batches.map { PreferenceBatch($0, objective, share: 1 / Double(batches.count)) }
             let loss = try trainer.step(losses, number: 0).loss
-            return (loss, (try fixture.array("lora.0") - trainer.model.lora.read(0)) / Self.rate)
+            return (loss, (try fixture.array("lora.0") - trainer.model.lora.vectors.read(0)) / Self.rate)
         }
         let parts = [try step([answers]), try step([turned])]
         let mean = ((parts[0].0 + parts[1].0) / 2, (parts[0].1 + parts[1].1) / 2)

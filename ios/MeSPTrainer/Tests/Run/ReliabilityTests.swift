@@ -37,7 +37,7 @@ import Testing
         }
         let start = try SavedState.vectors(of: trainer)
         var boundaries = sequences * (2 * fixture.layers + 1)
-        trainer.clock.atBlock = {
+        trainer.work.atBlock = {
             boundaries -= 1
             guard boundaries == 0 else { return }
             var vectors = try SavedState.vectors(of: trainer)

@@ -21,8 +21,8 @@ import Testing
     @Test(arguments: cases) func itBeginsAsTheModel(_ folder: URL) throws {
         let fixture = try variant.fixture(folder)
         let (trainer, lora) = (try variant.trainer(fixture), try fixture.trainer(.mesp))
-        for block in trainer.model.trained {
-            let (layout, found) = (trainer.model.layouts[block], try trainer.model.parameters(block))
+        for block in trainer.model.lora.trained {
+            let (layout, found) = (trainer.model.lora.layouts[block], try trainer.model.lora.parameters(block))
             for (name, error) in try layout.errors(found, fixture.array("start.\(block)")) {
                 #expect(name.hasSuffix(".B") || error < 1e-6, "block \(block) \(name): \(error)")
             }
@@ -66,13 +66,13 @@ import Testing
         let rank = Int(try fixture.number("rank"))
         let example = try fixture.example()
         try fixture.bundle.withDevice {
-            for block in trainer.model.trained {
-                let layout = trainer.model.layouts[block]
+            for block in trainer.model.lora.trained {
+                let layout = trainer.model.lora.layouts[block]
                 let all = LoRALayout(block: layout.block, rank: rank, hasMagnitudes: true)
-                try trainer.model.lora.write(layout.part(of: fixture.array("lora.\(block)"), in: all), block)
+                try trainer.model.lora.vectors.write(layout.part(of: fixture.array("lora.\(block)"), in: all), block)
             }
             let expected = try trainer.model.lastOutput(example) { $1 }[0].asType(.float32)
-            let model = CachedModel(fixture.bundle, with: try trainer.model.adapters(), chunk: 256)
+            let model = CachedModel(fixture.bundle, with: try trainer.model.lora.adapters(), chunk: 256)
             let base = CachedModel(fixture.bundle, with: nil)
             func output(_ model: CachedModel) throws -> MLXArray {
                 var (cache, rows) = (PromptCache(), [MLXArray]())

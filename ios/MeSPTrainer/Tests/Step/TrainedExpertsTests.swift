@@ -20,7 +20,7 @@ import Testing
         let fixture = try Fixture(folder, "experts")
         let trainer = try trainer(fixture)
         try fixture.expectEqual(fixture.gradients(trainer), trainer)
-        for layout in trainer.model.layouts {
+        for layout in trainer.model.lora.layouts {
             #expect(layout.modules.count { $0.isStacked } == (layout.block.mlp.experts == nil ? 0 : 3))
         }
     }
@@ -39,7 +39,7 @@ import Testing
         let (all, ofB) = (try fixture.gradients(trainer(fixture)), try fixture.gradients(some))
         #expect(ofB.loss == all.loss)
         for (block, gradient) in ofB.blocks {
-            let layout = some.model.layouts[block]
+            let layout = some.model.lora.layouts[block]
             #expect(gradient.shape == [layout.trainedCount])
             #expect(gradient.arrayEqual(layout.trained(in: try #require(all.blocks[block]))).item(Bool.self))
         }
@@ -47,7 +47,7 @@ import Testing
 
     @Test(arguments: cases) func theyStartAsTheReferenceDoes(_ folder: URL) throws {
         let fixture = try Fixture(folder, "experts")
-        for (block, layout) in try trainer(fixture).model.layouts.enumerated() {
+        for (block, layout) in try trainer(fixture).model.lora.layouts.enumerated() {
             let start = try fixture.array("start.\(block)")
             #expect(relativeError(layout.initial(seed: 0, block: block), start) < 1e-6)
             #expect(relativeError(layout.initial(seed: 1, block: block), start) > 0.1)
@@ -71,7 +71,7 @@ import Testing
             formulas.mixtureOfExpertsBackward(experts, x, dy: x, addedTo: &dx, &gradients)
             try body(
                 gradients, Set(chosen.asType(.int32).asArray(Int32.self).map(Int.init)), experts,
-                LoRALayout(block: weights.shape, rank: model.layouts[block].rank, modules: experts.modules))
+                LoRALayout(block: weights.shape, rank: model.lora.layouts[block].rank, modules: experts.modules))
         }
     }
 

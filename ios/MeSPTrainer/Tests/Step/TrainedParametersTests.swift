@@ -49,10 +49,12 @@ import Testing
         for method in isPlain ? [GradientMethod.mesp, .mebp] : [.mesp] {
             let all = try fixture.trainer(method)
             let some = try fixture.trainer(method) { part.choose(&$0, of: fixture.bundle.architecture) }
-            let layouts = some.model.layouts
+            let layouts = some.model.lora.layouts
             for (block, vector) in try parameters(fixture, layouts).enumerated() {
-                try all.model.lora.write(vector, block)
-                if layouts[block].count > 0 { try some.model.lora.write(layouts[block].part(of: vector), block) }
+                try all.model.lora.vectors.write(vector, block)
+                if layouts[block].count > 0 {
+                    try some.model.lora.vectors.write(layouts[block].part(of: vector), block)
+                }
             }
             func gradients(_ trainer: Trainer) throws -> (loss: Float, gradients: [Int: MLXArray]) {
                 var gradients = [Int: MLXArray]()
@@ -62,7 +64,7 @@ import Testing
             }
             let (expected, found) = (try gradients(all), try gradients(some))
             #expect(found.loss == expected.loss)
-            #expect(found.gradients.keys.sorted() == some.model.trained)
+            #expect(found.gradients.keys.sorted() == some.model.lora.trained)
             for (block, gradient) in found.gradients {
                 let whole = try #require(expected.gradients[block])
                 let right = layouts[block].trained(in: layouts[block].part(of: whole))
@@ -85,10 +87,10 @@ import Testing
                 ($0.blocksPerStep, $0.seed) = (share, 5)
                 ($0.dropout, $0.dora, $0.freezeA) = (kind == "dropout" ? 0.3 : 0, kind == "dora", kind == "B alone")
             }
-            for (block, layout) in trainer.model.layouts.enumerated() {
-                let vector = try trainer.model.lora.read(block)
+            for (block, layout) in trainer.model.lora.layouts.enumerated() {
+                let vector = try trainer.model.lora.vectors.read(block)
                 let moved = kind == "dora" ? vector + 0.01 : layout.part(of: try fixture.array("lora.\(block)"))
-                try trainer.model.lora.write(moved, block)
+                try trainer.model.lora.vectors.write(moved, block)
             }
             return trainer
         }
@@ -111,7 +113,7 @@ import Testing
             }
             seen += some.model.drawn
         }
-        #expect(seen.sorted() == some.model.trained)
+        #expect(seen.sorted() == some.model.lora.trained)
     }
 
     @Test(arguments: GradientMethod.allCases, RunSettings.LoRADtype.allCases)
@@ -179,7 +181,7 @@ import Testing
                 _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: number)
                 return Memory.peakMemory
             }
-            let gradients = try trainer.model.trained.map { try trainer.updates.sum($0).nbytes }
+            let gradients = try trainer.model.lora.trained.map { try trainer.updates.sum($0).nbytes }
             return (
                 peaks.sorted()[4] - before,
                 Planner(fixture.bundle.manifest, settings).peak(Plan(tileBytes: 1 << 20)),
@@ -204,7 +206,7 @@ import Testing
             let trainer = try fixture.trainer(method) {
                 ($0.projections, $0.optimizer, $0.learningRate) = (["q"], .adamw8bit, 0.01)
             }
-            #expect(trainer.model.trained == attention && attention.count < fixture.layers)
+            #expect(trainer.model.lora.trained == attention && attention.count < fixture.layers)
             let losses = try (0..<2).map {
                 try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: $0).loss
             }

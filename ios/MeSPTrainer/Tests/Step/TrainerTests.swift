@@ -53,7 +53,7 @@ import Testing
         var x = try model.embed(fixture.example())
         let context = try model.makeContext(fixture.example(), x0: x)
         for block in model.blocks {
-            let lora = try model.parameters(block)
+            let lora = try model.lora.parameters(block)
             x = try fixture.bundle.withBlock(block) { weights in
                 let formulas = try model.makeForwardBlock(block, weights, lora, context, x)
                 let function = try model.function(block, x)?(formulas)
@@ -244,7 +244,7 @@ import Testing
         let example = Example(tokens: try fixture.example().tokens, counted: [0], records: records)
         let context = try model.makeContext(example, x0: x)
         for block in model.blocks {
-            let lora = try model.parameters(block)
+            let lora = try model.lora.parameters(block)
             x = try fixture.bundle.withBlock(block) { weights in
                 let formulas = try model.makeForwardBlock(block, weights, lora, context, x)
                 let function = try model.function(block, x, \.packed)?(formulas)
@@ -267,7 +267,8 @@ import Testing
             for (value, name) in [(Float.nan, "The parameter "), (1e30, "The output of block ")] {
                 let trainer = try fixture.trainer(.mesp)
                 let last = fixture.layers - 1
-                try trainer.model.lora.write(MLXArray.zeros([trainer.model.layouts[last].count]) + value, last)
+                try trainer.model.lora.vectors.write(
+                    MLXArray.zeros([trainer.model.lora.layouts[last].count]) + value, last)
                 let found = try #require(throws: NotFinite.self) {
                     _ = try trainer.backpropagate([(example, 1)]) { _, _ in }
                 }
@@ -428,7 +429,7 @@ import Testing
                 ($0.learningRate, $0.maxGradNorm, $0.optimizer) = (0.1, maxGradNorm, .adamw8bit)
             }
             var boundaries = 0
-            trainer.clock.atBlock = {
+            trainer.work.atBlock = {
                 boundaries += 1
                 if boundaries >= place { throw CancellationError() }
             }
@@ -458,14 +459,14 @@ import Testing
         func step(work: Int) throws -> (boundaries: Int, loss: Float, vectors: [String: MLXArray], waiting: Double) {
             let trainer = try fixture.trainer(.mesp, plan: Plan(tileBytes: 1 << 10)) { $0.learningRate = 0.1 }
             var boundaries = 0
-            trainer.clock.atBlock = {
+            trainer.work.atBlock = {
                 boundaries += 1
                 usleep(1000)
             }
             let loss = try Schedule.$mostWork.withValue(work) {
                 try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: 0).loss
             }
-            return (boundaries, loss, try SavedState.vectors(of: trainer), trainer.clock.time.waiting)
+            return (boundaries, loss, try SavedState.vectors(of: trainer), trainer.work.time.waiting)
         }
         let (whole, parts) = (try step(work: .max), try step(work: 1))
         let tiles = tiles(of: fixture.bundle.architecture.vocabSize, size: 64)

@@ -90,7 +90,7 @@ struct Fixture {
         #expect(
             abs(found.loss - expected.loss) < tolerance * abs(expected.loss), "\(name)", sourceLocation: sourceLocation)
         for (block, gradient) in found.blocks {
-            let layout = trainer.model.layouts[block]
+            let layout = trainer.model.lora.layouts[block]
             for (matrix, error) in try layout.errors(gradient, try #require(expected.blocks[block])) {
                 #expect(error < tolerance, "\(name) block \(block) \(matrix): \(error)", sourceLocation: sourceLocation)
             }
@@ -99,7 +99,7 @@ struct Fixture {
 
     func expectRounded(_ trainer: Trainer, _ name: String = "", bar: (_ matrix: String) -> Float) throws -> Float {
         try backpropagate(trainer) { block, gradient in
-            let (exact, layout) = (try array("grad.\(block)"), trainer.model.layouts[block])
+            let (exact, layout) = (try array("grad.\(block)"), trainer.model.lora.layouts[block])
             let floor = try layout.errors(try array("floor.\(block)"), exact)
             for (matrix, error) in try layout.errors(gradient, exact) {
                 let least = try #require(floor[matrix])
@@ -146,9 +146,9 @@ struct Fixture {
     }
 
     func restoreParts(_ trainer: Trainer) throws {
-        for block in trainer.model.trained {
-            let lora = trainer.model.layouts[block].part(of: try array("lora.\(block)"))
-            try trainer.model.lora.write(lora.asType(trainer.model.settings.loraDtype.dtype), block)
+        for block in trainer.model.lora.trained {
+            let lora = trainer.model.lora.layouts[block].part(of: try array("lora.\(block)"))
+            try trainer.model.lora.vectors.write(lora.asType(trainer.model.settings.loraDtype.dtype), block)
         }
     }
 
@@ -233,15 +233,15 @@ extension LoRALayout {
 
 extension BlockwiseModel {
     func matrices() throws -> [LoRAMatrices] {
-        try trained.flatMap { block in
-            let (layout, vector) = (layouts[block], try parameters(block))
+        try lora.trained.flatMap { block in
+            let (layout, vector) = (lora.layouts[block], try lora.parameters(block))
             return layout.modules.map { layout.matrices($0, in: vector) }
         }
     }
 
     func block(_ index: Int, _ weights: BlockWeights, _ x: MLXArray) throws -> Block {
         Block(
-            weights: weights, lora: try parameters(index), layout: layouts[index], scale: scale,
-            schedule: schedule(x.expandedDimensions(axis: 0)))
+            weights: weights, lora: try lora.parameters(index), layout: lora.layouts[index], scale: lora.scale,
+            schedule: work.schedule(length: x.dim(0)))
     }
 }

@@ -38,9 +38,69 @@ extension ModelBundle {
     }
 }
 
-extension BlockwiseModel {
-    func startFrom(_ folder: URL) throws {
-        try clock.repeating {
+/// The LoRA parameters of a run: one flat vector `[P]` for each block that has any, in float32 or bfloat16.
+package final class TrainedLoRA {
+    let bundle: ModelBundle
+    private let settings: RunSettings
+    let work: StepWork
+    package let layouts: [LoRALayout]
+    /// The indices of the trained blocks, ascending; at least one.
+    package let trained: [Int]
+    package var vectors: BlockArrays
+    /// The squared norms of the rows of W, for each block with parameters; nil without DoRA.
+    private let squaredNorms: BlockArrays?
+    var strength: Float = 1
+    /// The factor of the adapters' output: s · α / rank, or s · α / √rank with rsLoRA.
+    package var scale: Float { strength * settings.scale }
+
+    init(_ bundle: ModelBundle, _ settings: RunSettings, _ arrays: TrainingArrays, _ work: StepWork) {
+        (self.bundle, self.settings, self.work) = (bundle, settings, work)
+        (vectors, squaredNorms) = (arrays.lora, arrays.squaredNorms)
+        let layouts = settings.layouts(of: bundle.architecture)
+        self.layouts = layouts
+        trained = layouts.indices.filter { layouts[$0].count > 0 }
+    }
+
+    package func parameters(_ block: Int) throws -> MLXArray {
+        guard layouts[block].count > 0 else { return MLXArray.zeros([0]) }
+        let stored = try vectors.read(block)
+        return stored.asType(.float32)
+    }
+
+    func baseParameters(_ block: Int) throws -> MLXArray {
+        guard let squares = try squaredNorms?.read(block) else { return MLXArray.zeros([layouts[block].count]) }
+        return layouts[block].base(sqrt(squares))
+    }
+
+    func dora(_ block: Int, _ weights: BlockWeights, _ lora: MLXArray, norms: MLXArray? = nil) throws -> DoRA? {
+        guard layouts[block].count > 0, let squares = try squaredNorms?.read(block) else { return nil }
+        let schedule = work.schedule(length: settings.seqLen)
+        return DoRA(
+            lora, layouts[block],
+            norms: norms ?? schedule.norms(weights, lora, layouts[block], scale: scale, squares: squares))
+    }
+
+    func adapters() throws -> LoadedAdapters {
+        let lora = try layouts.indices.map { block in
+            try work.confirmed {
+                var lora = try parameters(block)
+                if squaredNorms != nil {
+                    lora = try bundle.withBlock(block) { weights in
+                        let scaled = try dora(block, weights, lora)?.scaled ?? lora
+                        eval(scaled)
+                        return scaled
+                    }
+                }
+                return layouts[block].whole(lora)
+            }
+        }
+        return LoadedAdapters(rank: settings.rank, scale: scale, lora: lora, layouts: layouts.map(\.whole))
+    }
+
+    // MARK: - Files
+
+    func load(from folder: URL) throws {
+        try work.repeating {
             try take(settings.loadAdapters(from: folder, of: bundle), of: folder)
         }
     }
@@ -73,7 +133,7 @@ extension BlockwiseModel {
                 }
             }
             guard layout.count > 0 else { continue }
-            try lora.write(layout.part(of: vector, in: its).asType(settings.loraDtype.dtype), block)
+            try vectors.write(layout.part(of: vector, in: its).asType(settings.loraDtype.dtype), block)
         }
     }
 
@@ -87,16 +147,16 @@ extension BlockwiseModel {
         return try (m - lengths).abs().max().number(Float.self) <= lengths.max().number(Float.self) / 256
     }
 
-    func saveAdapters(to folder: URL) throws {
+    func save(to folder: URL) throws {
         let modules = bundle.architecture.trainable.filter { module in
             layouts.contains { $0.modules.contains(module) }
         }
         // Each array is confirmed before its bytes are written.
-        try MLXErrors.repeating(confirms: false, beforeRetry: clock.wait) {
+        try MLXErrors.repeating(confirms: false, beforeRetry: work.wait) {
             try saveAdapterFolder(
-                bundle.architecture, rank: settings.rank, blocks: trained[0]..<blocks.upperBound, modules: modules,
+                bundle.architecture, rank: settings.rank, blocks: trained[0]..<layouts.count, modules: modules,
                 scale: settings.scale, model: bundle.manifest.model.id, strength: strength, dropout: settings.dropout,
-                magnitudes: settings.dora ? bundle.magnitudes : nil, to: folder, lora: lora.read)
+                magnitudes: settings.dora ? bundle.magnitudes : nil, to: folder, lora: vectors.read)
         }
         try copyTerms(to: [folder, folder.appendingPathComponent("peft")])
     }
