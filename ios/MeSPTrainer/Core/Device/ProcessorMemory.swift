@@ -1,6 +1,6 @@
 import MeSPBundle
 
-/// A processor's memory in addition to the arrays that `Planner` counts. The constants of a CPU were fitted to peaks on Linux.
+/// A processor's memory in addition to the arrays that `Planner` counts.
 struct ProcessorMemory: Sendable {
     /// The memory of the process once MLX has started, in bytes.
     let process: Int
@@ -39,7 +39,8 @@ struct ProcessorMemory: Sendable {
 extension Processor {
     var memory: ProcessorMemory {
         ProcessorMemory(
-            process: backend == .gpu ? 6_750_000 : 5_000_000 + 1_000_000 * threads,
+            process: backend == .gpu
+                ? Planner.processOnGPU : Planner.processOnCPU.base + Planner.processOnCPU.ofThread * threads,
             dequantized: dequantizesInProduct ? 0 : 1, unfused: fuses ? 0 : 1, isOneOperation: hasOperation,
             metal: startsMetal ? MetalMemory[backend] ?? MetalMemory.assumed : nil, mapsAreClean: backend == .cpu,
             working: { [backend, startsMetal] planner, plan in
@@ -53,14 +54,14 @@ extension Planner {
     /// Returns an estimate of the bytes that malloc keeps on Linux because of fragmentation. An array of 8 MiB or more leaves no gap, as it has its
     /// own mapping.
     fileprivate func gapsOfMalloc(_ plan: Plan) -> Int {
-        func gaps(_ array: Int) -> Int { array < 8 << 20 ? 3 * max(0, array - 900_000) : 0 }
+        func gaps(_ array: Int) -> Int { array < 8 << 20 ? Self.gaps.ofArray * max(0, array - Self.gaps.small) : 0 }
         let mixer = largest(lastInput)
         let ofMLP =
             architecture.hasExperts
-            ? 4 * gaps(hidden) / 3 : min(3_000_000, gaps(hidden / length * makeSchedule(plan).mlpTokens))
-        return min(2_000_000, (lasting(plan) + held(plan)) / 16)
+            ? 4 * gaps(hidden) / 3 : min(Self.gaps.ofMLP, gaps(hidden / length * makeSchedule(plan).mlpTokens))
+        return min(Self.gaps.ofKept, (lasting(plan) + held(plan)) / Self.gaps.partOfKept)
             + max(ofMLP, mixer > hidden ? gaps(mixer) : 0)
-            + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
+            + (plan.tileBytes < tileSizes[0] ? Self.gaps.ofSmallTiles : 0)
     }
 
     fileprivate var pagesOfMetal: Int { MetalMemory.beyondArrays(blocks: architecture.numHiddenLayers) }
@@ -70,26 +71,28 @@ extension Planner {
     fileprivate func workingOnGPU(_ plan: Plan) -> Int {
         let workspaces =
             MLXSupport.hasShortCommandBuffers
-            ? workspace(plan) + phaseOnGPU(plan) * 3 / 10 : max(phaseOnGPU(plan), workspace(plan))
+            ? workspace(plan) + phaseOnGPU(plan) * Self.excess / 10 : max(phaseOnGPU(plan), workspace(plan))
         // The dy of a block is kept until the block's gradient is confirmed (`MLXErrors`), because the block may have to be repeated.
         let d = settings.method.hasBackwardPass ? hidden : 0
         return held(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + max(workspaces, baseline ?? 0) + d
     }
 
     private func phaseOnGPU(_ plan: Plan) -> Int {
-        let tenMixers = largest { mixer in
-            guard case .attention(let a) = mixer else { return 40 * intermediates(of: mixer) }
-            return 142 * activation(a.queryWidth) + 157 * activation(a.keyValueWidth)
+        let (ofMixer, ofMLP) = (Self.mixerOnGPU, Self.mlpOnGPU)
+        let arrays = largest { mixer in
+            guard case .attention(let a) = mixer else { return ofMixer.others * intermediates(of: mixer) }
+            return ofMixer.queries * activation(a.queryWidth) + ofMixer.keysOrValues * activation(a.keyValueWidth)
         }
-        let mixer = 51 * plan.tileBytes + tenMixers + 17 * normed
+        let mixer = ofMixer.tiles * plan.tileBytes + arrays + ofMixer.postNorms * normed
         // With DoRA another vector of a block's parameters has the products of B with g.
-        let ofVectors = (settings.dora ? 48 : 38) * gradientBytes
-        let mlp = 34 * plan.tileBytes + 180 * hidden + ofVectors + 46 * normed
+        let vectors = (settings.dora ? ofMLP.vectorsOfDoRA : ofMLP.vectors) * gradientBytes
+        let mlp = ofMLP.tiles * plan.tileBytes + ofMLP.hidden * hidden + vectors + ofMLP.postNorms * normed
         return max(mixer, mlp, 10 * update(plan)) / 10
     }
 
     func workspace(_ plan: Plan) -> Int {
-        (MLXSupport.hasShortCommandBuffers ? phaseOnGPU(plan) : phaseOnGPU(plan) * 2 / 5) + plan.cacheBytes
+        (MLXSupport.hasShortCommandBuffers ? phaseOnGPU(plan) : phaseOnGPU(plan) * Self.longWorkspace / 10)
+            + plan.cacheBytes
     }
 
     package func keepingCache(_ plan: Plan) -> Plan {

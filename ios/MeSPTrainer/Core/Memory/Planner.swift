@@ -204,8 +204,7 @@ package struct Planner: Sendable {
 
     package var leastPeak: Int { withMargin(plans.map(peak).min() ?? 0) }
 
-    /// Returns a prediction with a margin of 8%, because a prediction can be about 8% too low.
-    private func withMargin(_ bytes: Int) -> Int { bytes + bytes / 100 * 8 }
+    private func withMargin(_ bytes: Int) -> Int { bytes + bytes / 100 * Self.marginPercent }
 }
 
 private func rounded(_ bytes: Int) -> Int { (bytes + 999_999) / 1_000_000 }

@@ -11,12 +11,11 @@ extension Planner {
 
     package var metalBytes: Int? { processorMemory.metal }
 
-    /// The bytes of the process once MLX has started and has imported the run's block functions. The functions' graphs take 7.5 times the size of
-    /// their files.
+    /// The bytes of the process once MLX has started and has imported the run's block functions.
     var processBytes: Int {
         let functions = manifest.functions(of: settings)
         let files = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
-        return processorMemory.process + (processorMemory.metal ?? 0) + 15 * files / 2
+        return processorMemory.process + (processorMemory.metal ?? 0) + Self.halfFilesOfGraph * files / 2
     }
 
     // MARK: - Answers that are sampled (`Core/Rewards`)
