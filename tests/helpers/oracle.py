@@ -45,7 +45,7 @@ class Trained:
 @dataclass
 class Oracle:
     model: reference.Model
-    sequences: list[list[tuple[mx.array, mx.array]]]
+    sequences: list[list[tuple[mx.array, mx.array, reference.Images | None]]]
 
     @classmethod
     def of(cls, path: Path, seq_len: int = SEQ_LEN) -> "Oracle":
@@ -56,15 +56,19 @@ class Oracle:
         if (examples := bundle.examples("train")) is not None:
             bounds = examples.tolist()
         mask = np.ones(len(tokens)) if bundle.mask("train") is None else bundle.mask("train")
-        records = []
+        images, records = bundle.images("train"), []
         for start, length in bounds:
             stop = start + min(length, seq_len + 1)
             counted = 1 + np.flatnonzero(mask[start + 1 : stop])
             if counted.size:
-                records.append((mx.array(tokens[start:stop]), mx.array(counted)))
+                rows = images and (
+                    images[0],
+                    mx.array(images[1][start : stop - 1].astype(np.int32)),
+                )
+                records.append((mx.array(tokens[start:stop]), mx.array(counted), rows))
         sequences = [[record] for record in records]
         if bundle.pack("train"):
-            lengths = [record.size for record, _ in records]
+            lengths = [record.size for record, *_ in records]
             packed = reference.pack(lengths, SEQ_LEN)
             sequences = [[records[index] for index in each] for each in packed]
         return cls(reference.Model.of(bundle), sequences)
@@ -100,9 +104,12 @@ class Oracle:
                 for name, (out, inp) in block.sizes().items()
             }
             lora.append(reference.pack_lora(matrices, block))
-        for number, (tokens, positions) in enumerate(records):
+        for number, (tokens, positions, images) in enumerate(records):
             own = dropout and dropout._replace(sequence=number)
-            y = reference.forward(self.model, lora, tokens[:-1], scale, dropout=own)[0][-1]
+            hidden, _ = reference.forward(
+                self.model, lora, tokens[:-1], scale, dropout=own, images=images
+            )
+            y = hidden[-1]
             counted = y[:, positions - 1]
             mean = reference.cross_entropy(counted, tokens[positions], self.model.head, arch)
             losses.append((mean * counted.shape[1], counted.shape[1]))

@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from mesp.bundle.manifest import DataSplit, Manifest, damaged, describe_files, read_manifest
+from mesp.bundle.manifest import (
+    DataSplit,
+    ImageRows,
+    Manifest,
+    damaged,
+    describe_files,
+    read_manifest,
+)
 from mesp.data.splits import Split
 from mesp.errors import plain_os_errors
 from mesp.files import create, read_object, remove_link, sync
@@ -24,6 +31,17 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
         remove_link(bundle / folder)
         (bundle / folder).mkdir(exist_ok=True)
         check_disk(bundle, sum(4 * len(split.tokens) for split in splits.values()))
+    rows = next((split.rows for split in splits.values() if split.rows is not None), None)
+    images = f"{folder}/images.bin"
+    if rows is not None:
+        with create(bundle / images) as opened:
+            opened.write(bytes(memoryview(rows)))  # type: ignore[arg-type]
+
+    def image_rows(name: str, split: Split) -> ImageRows | None:
+        places = write(f"{name}.places.bin", split.places, "<u4")
+        if places is None or rows is None:
+            return None
+        return ImageRows(images, rows.shape[0], str(rows.dtype).split(".")[-1], places)
 
     def write(file: str, array: np.ndarray | None, dtype: str) -> str | None:
         if array is None:
@@ -42,6 +60,7 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
             write(f"{name}.labels.bin", split.labels, "u1"),
             split.begin,
             split.pack,
+            image_rows(name, split),
         )
         for name, split in splits.items()
     }

@@ -39,6 +39,21 @@ READ = {
 }
 
 
+IMAGES = {"file": str, "count": int, "dtype": str, "places": str}
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """The file of the rows [count, hidden] of images in `dtype`, and the file that has for each
+    token 0, or 1 + its row.
+    """
+
+    file: str
+    count: int
+    dtype: str
+    places: str
+
+
 def fits(value: Any, wanted: Any) -> bool:
     """Returns whether a JSON value has the keys and types of `wanted`. Integers must be from 0 to
     2⁵³ - 1.
@@ -61,6 +76,7 @@ def _is_split(entry: Any) -> bool:
         and all(key not in entry or fits(entry[key], str) for key in ("mask", "labels"))
         and ("begin" not in entry or fits(entry["begin"], int))
         and ("pack" not in entry or fits(entry["pack"], bool))
+        and ("images" not in entry or fits(entry["images"], IMAGES))
     )
 
 
@@ -145,13 +161,15 @@ class DataSplit:
     labels: str | None = None
     begin: int | None = None
     pack: bool = False
+    images: ImageRows | None = None
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> DataSplit:
-        examples = entry.get("examples") or {}
+        examples, images = entry.get("examples") or {}, entry.get("images")
         return cls(
             entry["file"], entry["tokens"], examples.get("file"), examples.get("count"),
             entry.get("mask"), entry.get("labels"), entry.get("begin"), entry.get("pack", False),
+            ImageRows(**{key: images[key] for key in IMAGES}) if images else None,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -163,16 +181,21 @@ class DataSplit:
             "tokens": self.tokens,
             **(examples if self.examples is not None else {}),
             **{key: value for key, value in others.items() if value is not None},
+            **({"images": asdict(self.images)} if self.images else {}),
         }
 
-    @property
-    def sizes(self) -> dict[str, int | None]:
+    def sizes(self, hidden: int) -> dict[str, int]:
+        """Returns the bytes of each file of the split, of a model with `hidden` features."""
         files = {
             self.file: 4 * self.tokens,
             self.examples: 8 * (self.count or 0),
             self.mask: self.tokens,
-            self.labels: self.count,
+            self.labels: self.count or 0,
         }
+        if self.images:
+            width = (4 if self.images.dtype == "float32" else 2) * hidden
+            files |= {self.images.file: width * self.images.count}
+            files |= {self.images.places: 4 * self.tokens}
         return {file: size for file, size in files.items() if file is not None}
 
 

@@ -89,9 +89,8 @@ class Bundle:
     def _check_files(self) -> None:
         manifest = self.manifest
         sizes = {entry.path: entry.size for entry in manifest.files}
-        data = {
-            file: size for split in manifest.data.values() for file, size in split.sizes.items()
-        }
+        hidden, splits = self.architecture.hidden_size, manifest.data.values()
+        data = {file: size for each in splits for file, size in each.sizes(hidden).items()}
         for group in manifest.blocks:
             for functions in group.files:
                 if not functions.keys() >= set(map(str, manifest.seq_lens)):
@@ -361,6 +360,17 @@ class Bundle:
         None: the data has no labels.
         """
         return self._bytes(self._data(split).labels)
+
+    def images(self, split: str) -> tuple[mx.array, np.ndarray] | None:
+        """Returns the rows of images [R, hidden], and for each token of `tokens` 0, or 1 + the row
+        that takes the place of its embedding: uint32 [N]. None: the split has no images.
+        """
+        images = self._data(split).images
+        if images is None:
+            return None
+        words = mx.array(np.memmap(self.path / images.file, dtype=np.uint8, mode="r"))
+        rows = words.view(DTYPES[images.dtype]).reshape(images.count, self.architecture.hidden_size)
+        return rows, self._map(images.places)
 
     def _bytes(self, file: str | None) -> np.ndarray | None:
         return None if file is None else np.memmap(self.path / file, dtype=np.uint8, mode="r")

@@ -53,7 +53,7 @@ def rewrite_bundle(
         copy_files(source, changed_texts, folder)
         written = describe_files(folder)
         used = {*layouts, "config.json", *files_to_copy(listed)}
-        used |= {file for split in manifest.data.values() for file in split.sizes}
+        used |= {file for split in manifest.data.values() for file in split.sizes(0)}
         used -= {*changed_texts}
         kept = [entry for entry in manifest.files if entry.path in used]
         for entry in kept:

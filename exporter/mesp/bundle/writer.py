@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mesp.bundle.weight_files import (
     weight_files,
     write_weights,
 )
+from mesp.data.image_encoder import ImageEncoder
 from mesp.data.load import load, load_additional, make_random_data
 from mesp.data.splits import Split
 from mesp.data.tokenizer import load_checked_tokenizer, load_tokenizer, write_tokenizer
@@ -39,6 +41,7 @@ from mesp.source_model.copied_files import copy_files, files_to_copy, write_conf
 from mesp.source_model.find import Source
 from mesp.source_model.forward_pass import SourceModel
 from mesp.source_model.random_weights import RandomWeights
+from mesp.vision import VisionTower
 
 log = logging.getLogger(__name__)
 
@@ -121,8 +124,17 @@ def tokenize(
             f"{source.name} has no tokenizer here, so --data cannot be used with it; leave out "
             "--data (random weights then get random tokens), or give a folder with a tokenizer."
         )
-    tokenizer = tokenizer or load_tokenizer(source.folder)
-    return load(options.data, tokenizer, longest, arch.vocab_size, options.data_options)
+    tokenizer, folder = tokenizer or load_tokenizer(source.folder), source.folder
+
+    @cache
+    def open_images() -> ImageEncoder:
+        if arch.embedding_scale != 1 or isinstance(weights, RandomWeights):
+            raise MespError(f"{source.name} takes no images here; leave them out.")
+        return ImageEncoder(VisionTower.open(folder), tokenizer)
+
+    return load(
+        options.data, tokenizer, longest, arch.vocab_size, options.data_options, open_images
+    )
 
 
 def find_moments(

@@ -71,7 +71,8 @@ def main(
     ]
     if not any(weight for _, weight in weighted):
         raise MespError("Every one of --weights is 0, which leaves nothing to fuse; raise one.")
-    measured = val_batches if "valid" in opened.manifest.data else 0
+    valid = opened.manifest.data.get("valid")
+    measured = val_batches if valid and valid.images is None else 0
     with (
         plain_os_errors(f"Cannot write {out}"),
         replacing(out.resolve(), f"mesp fuse is writing {out}") as folder,

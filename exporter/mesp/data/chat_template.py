@@ -22,6 +22,7 @@ from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mesp.data.fields import OPTIONS, is_empty
+from mesp.data.images import IMAGE
 from mesp.data.messages import CALLS, REASONING, Message
 from mesp.data.special_tokens import Bounds, Tokens, check_special, special_pattern, tokens
 from mesp.errors import MespError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 # Templates look for the tags, so the tags get no marks.
 TAGS = re.compile(r"(</?think>)")
+IMAGES = re.compile(f"({IMAGE})")
 # The keys of a message that `_unread` does not check: checked elsewhere, or never content.
 KNOWN = ("role", "content", "weight", CALLS, *REASONING, "tool_call_id", "id", "index")
 # Splits a text into the white space before it, its body, and the white space and flags such as
@@ -76,7 +78,34 @@ def apply_template(tokenizer: Any, messages: list[Message], **arguments: Any) ->
     tokenizer has one. Unlike mlx-lm, sets no `enable_thinking`.
     """
     own = tokenizer if tokenizer._chat_template is not None else tokenizer._tokenizer
+    if takes_parts_alone(tokenizer, str(tokenizer.chat_template)) or any(
+        IMAGE in message["content"] for message in messages
+    ):
+        messages = [{**each, "content": _parts(each["content"])} for each in messages]
     return str(own.apply_chat_template(messages, tokenize=False, **arguments))
+
+
+@lru_cache(maxsize=4)
+def takes_parts_alone(tokenizer: Any, _template: str) -> bool:
+    """Returns whether the chat template writes content in parts, and leaves out a string."""
+    own = tokenizer if tokenizer._chat_template is not None else tokenizer._tokenizer
+
+    def writes(content: Any) -> bool:
+        try:
+            messages = [{"role": "user", "content": content}]
+            return PROBE in str(own.apply_chat_template(messages, tokenize=False))
+        except Exception:  # a template can raise anything
+            return False
+
+    return not writes(PROBE) and writes(_parts(PROBE))
+
+
+def _parts(content: str) -> list[Message]:
+    parts: list[Message] = []
+    for number, text in enumerate(content.split(IMAGE)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -392,7 +421,7 @@ def _marked(message: Message, mark: Callable[[str, str], str]) -> Message:
     if thoughts:
         changed |= dict.fromkeys(thoughts, mark("reasoning", message[thoughts[0]]))
     content = message["content"]
-    pieces = TAGS.split(content) if message["role"] == "assistant" else [content]
+    pieces = TAGS.split(content) if message["role"] == "assistant" else IMAGES.split(content)
     for at in range(0, len(pieces), 2):  # odd items are tags
         around = (pieces[at - 1] if at else "<think>", *pieces[at + 1 : at + 2])
         kind = "reasoning" if around == ("<think>", "</think>") else "content"

@@ -3,8 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from mesp.data.images import Image, read_image
 from mesp.errors import MespError
 
 OPTIONS = "chat_template_kwargs"  # TRL's key for chat template options
@@ -63,7 +65,10 @@ class Fields:
     Null counts as absent. Raises MespError if one of the columns is not there.
     """
 
-    def __init__(self, where: str, record: dict[str, Any], chosen: Selection | None = None) -> None:
+    def __init__(
+        self, where: str, record: dict[str, Any], chosen: Selection | None = None,
+        folder: Path | None = None,
+    ) -> None:  # fmt: skip
         columns, ignored = (chosen.columns, chosen.ignored) if chosen else ({}, ())
         for column in columns.values():
             if column not in record:
@@ -77,6 +82,8 @@ class Fields:
         self.values = {k: v for k, v in {**record, **renamed}.items() if k not in gone}
         self.names = [*self.values]
         self.unread: list[str] = []
+        self.images: list[Image] = []
+        self._folder, self._column = folder, list[Any]()
 
     def has(self, *keys: str) -> bool:
         return all(self.values.get(key) is not None for key in keys)
@@ -91,5 +98,31 @@ class Fields:
             raise MespError(f'{self.where} has a "{key}" that is not a string: write it as one.')
         return value
 
+    def add_image(self, where: str, source: Any) -> None:
+        """`source` is in a part of content. None: the next image of the column `images`.
+
+        Raises MespError if there is no image.
+        """
+        if source is None:
+            self._open_column()
+            source = self._column.pop(0) if self._column else None
+        self.images.append(read_image(where, source, self._folder))
+
+    def _open_column(self) -> None:
+        for key in ("images", "image"):
+            if self.has(key):
+                column = self.take(key)
+                self._column += column if isinstance(column, list) else [column]
+
+    def add_column(self) -> int:
+        """Adds the images of the column, and returns their number."""
+        self._open_column()
+        count = len(self._column)
+        for _ in range(count):
+            self.add_image(f"{self.where} has", None)
+        return count
+
     def left(self) -> tuple[str, ...]:
+        if self._column:
+            return ("images",)
         return (*(key for key, value in self.values.items() if not is_empty(value)), *self.unread)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mesp.data.fields import OPTIONS, refuse_unread
+from mesp.data.image_encoder import ImageEncoder
 from mesp.data.loss_mask import Encoded, end_tokens
 from mesp.data.plain_text import begin_of_text, cut_text
 from mesp.data.records import AnyRecord, Conversation, Encoder, Text, kind_of, mask_record
@@ -76,20 +77,22 @@ class DataOptions:
 
 
 def load(
-    data: str, tokenizer: Any, seq_len: int, vocab_size: int, options: DataOptions | None = None
-) -> dict[str, Split]:
+    data: str, tokenizer: Any, seq_len: int, vocab_size: int, options: DataOptions | None = None,
+    open_images: Callable[[], ImageEncoder] | None = None,
+) -> dict[str, Split]:  # fmt: skip
     """Returns the tokenized splits of `data`: train and, if they exist, valid and test.
 
     `data` is one of `SOURCES`. An existing file or folder takes precedence over a name. `tokenizer`
-    comes from `load_tokenizer`. Without a valid split, the fraction `options.hold_out` of the data
-    becomes one. Logs how many examples were cut, split or left out.
+    comes from `load_tokenizer`, and `open_images` opens the model's vision tower. Without a valid
+    split, the fraction `options.hold_out` of the data becomes one. Logs how many examples were cut,
+    split or left out.
 
     Raises MespError if the data cannot be read or used, if a split of packed text has fewer than
     `seq_len` + 1 tokens, or if ids do not fit the model's `vocab_size`.
     """
     options = options or DataOptions()
     records = read_data(data, options.selection)
-    return tokenize(data, records, tokenizer, seq_len, vocab_size, options)
+    return tokenize(data, records, tokenizer, seq_len, vocab_size, options, open_images)
 
 
 def load_additional(
@@ -103,8 +106,9 @@ def load_additional(
 
 
 def tokenize(
-    data: str, records: Records, tokenizer: Any, seq_len: int, vocab_size: int, options: DataOptions
-) -> dict[str, Split]:
+    data: str, records: Records, tokenizer: Any, seq_len: int, vocab_size: int,
+    options: DataOptions, open_images: Callable[[], ImageEncoder] | None = None,
+) -> dict[str, Split]:  # fmt: skip
     kind = kind_of(itertools.chain(*records.values()))
     pack = kind is Text if options.pack is None else options.pack
     loss_on = options.loss_on or ("all" if kind is Text else "answers")
@@ -114,8 +118,9 @@ def tokenize(
     if not is_stream:
         hold_out_records(data, kept, options.hold_out)
     encoder = Encoder(
-        tokenizer, loss_on, options.chat, options.split_special_tokens, options.chat_template_kwargs
-    )
+        tokenizer, loss_on, options.chat, options.split_special_tokens,
+        options.chat_template_kwargs, open_images,
+    )  # fmt: skip
     encoded = encode_all(data, kept, encoder)
     splits = {}
     for split, each in encoded.items():
@@ -153,8 +158,13 @@ def tokenize(
             )
     if sentences:
         log.warning("%s", " ".join(sentences))
+    rows = (
+        open_images().rows
+        if open_images and any(each.places is not None for each in every)
+        else None
+    )
     return {
-        name: replace(split, ends=ends_of(split, tokenizer), encoding=encoding)
+        name: replace(split, ends=ends_of(split, tokenizer), encoding=encoding, rows=rows)
         for name, split in splits.items()
     }
 

@@ -35,7 +35,7 @@ class Encoded:
 
     `notes` are messages for the user, `unread` the names of keys that nothing reads, and `options`
     the arguments of the chat template. `label` is of an answer in preference data, and `where` the
-    record's place.
+    record's place. `places` uint32 [N] are those of `Split`.
     """
 
     ids: list[int]
@@ -45,6 +45,7 @@ class Encoded:
     options: Mapping[str, Any] = field(default_factory=dict)
     label: int | None = None
     where: str = ""
+    places: np.ndarray | None = None
 
 
 def encode_conversation(rendering: Rendering, loss_on: str) -> Encoded:

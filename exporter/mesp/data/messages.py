@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mesp.data import images
 from mesp.data.fields import OPTIONS, Fields, is_empty
 from mesp.errors import MespError
 from mesp.files import parse_json
@@ -99,14 +100,20 @@ def _text(fields: Fields, where: str, content: Any) -> str:
     texts = []
     for part in content:
         text = part
+        if isinstance(part, dict) and part.get("type") in images.PARTS:
+            _taken(fields, part, images.KEYS)
+            own = [part[key] for key in images.SOURCES if part.get(key)]
+            fields.add_image(where, own[0] if own else None)
+            texts.append(images.IMAGE)
+            continue
         if isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS:
             text = part.get("text")
             _taken(fields, part, PART_KEYS)
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise MespError(
-                f"{where} with a part of content that is not text but {kind!s:.40}: only text can "
-                "be trained."
+                f"{where} with a part of content that is neither text nor an image but "
+                f"{kind!s:.40}, which cannot be trained."
             )
         texts.append(text)
     return "".join(texts)

@@ -81,6 +81,8 @@ def render_checked(tokenizer: Any, conversation: Conversation, split_special: bo
     """
     if not tokenizer.has_chat_template:
         raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")
+    if conversation.images:
+        raise MespError("it has images, which only training takes")
     with plain_errors("the chat template refuses the messages"):
         rendering = Rendering(tokenizer, conversation, split_special)
         _, unread = rendering.check()

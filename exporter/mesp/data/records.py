@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -12,6 +12,8 @@ import numpy as np
 
 from mesp.data.chat_template import Rendering, without_tags
 from mesp.data.fields import OPTIONS, Fields
+from mesp.data.image_encoder import ImageEncoder
+from mesp.data.images import IMAGE, Image
 from mesp.data.loss_mask import Encoded, alike, encode_conversation
 from mesp.data.messages import Message, as_truth, read_messages, read_template_inputs, read_weight
 from mesp.data.plain_text import encode_text, mask_joined
@@ -49,6 +51,17 @@ class Encoder:
     chat: bool | None = None
     split_special: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    open_images: Callable[[], ImageEncoder] | None = None
+
+    def with_images(self, encoded: Encoded, images: Sequence[Image]) -> Encoded:
+        if not images:
+            return encoded
+        if self.open_images is None:
+            raise MespError(
+                "it has images, whose rows a model's vision tower computes: give the data to "
+                "mesp-export, with the model."
+            )
+        return self.open_images().put(encoded, images)
 
     @property
     def is_chat(self) -> bool:
@@ -113,9 +126,29 @@ class Conversation(Record):
     tools: list[Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     texts: tuple[str, str] | None = None
+    images: tuple[Image, ...] = ()
 
     @classmethod
     def read(cls, fields: Fields) -> Conversation:
+        found = cls._read(fields)
+        if not fields.images and (count := fields.add_column()):
+            # As in TRL, images of a column come first in the first message of the user.
+            first = next((m for m in found.messages if m["role"] == "user"), None)
+            if first is None:
+                raise MespError(f"{fields.where} has images, and no message of a user for them.")
+            first["content"] = IMAGE * count + first["content"]
+        if not fields.images:
+            return found
+        for number, message in enumerate(found.messages, 1):
+            if message["role"] == "assistant" and IMAGE in message["content"]:
+                raise MespError(
+                    f"{fields.where} has a message {number} of the assistant with an image, which "
+                    "no model here writes: put it into a user's message."
+                )
+        return replace(found, images=(*fields.images,), texts=None)
+
+    @classmethod
+    def _read(cls, fields: Fields) -> Conversation:
         inputs = read_template_inputs(fields)
         if fields.has("prompt", "completion"):
             prompt, answer = (_said(fields, key) for key in ("prompt", "completion"))
@@ -200,7 +233,8 @@ class Conversation(Record):
         conversation = self if is_own else replace(self, options=encoder.options)
         rendering = Rendering(tokenizer, conversation, encoder.split_special)
         encoded = encode_conversation(rendering, loss_on)
-        return encoder.noted(encoded, *map(without_tags, self.messages))
+        encoded = encoder.noted(encoded, *map(without_tags, self.messages))
+        return encoder.with_images(encoded, self.images)
 
 
 @dataclass(frozen=True)
@@ -302,6 +336,8 @@ def read_record(fields: Fields) -> AnyRecord:
                 )
         raise MespError(f"{where} has {', '.join(fields.names) or 'nothing'}; {RECORDS}. {COLUMNS}")
     found = kind.read(fields)
+    if fields.images and not isinstance(found, Conversation):
+        raise MespError(f"{where} has images, which {kind.kind} cannot have.")
     return replace(found, where=where, unread=fields.left(), is_left_out=weight == 0)
 
 

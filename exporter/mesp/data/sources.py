@@ -46,13 +46,16 @@ def read_data(data: str, selection: Selection) -> dict[str, list[AnyRecord]]:
     if is_of_dataset:
         return _of_dataset(data, selection)
     if is_there and not is_folder:
-        return {"train": records_of(data, read_file(path), selection)}
+        return {"train": records_of(data, read_file(path), selection, path.parent)}
     names = data_files(path) if is_folder else filter(may_be_data, list_files(data, "dataset"))
     return _read_tree(data, path if is_folder else None, [*names], selection)
 
 
-def records_of(name: str, rows: Iterable[Row], selection: Selection) -> list[AnyRecord]:
-    """Returns the records in the rows of `name`. Blank text files are left out.
+def records_of(
+    name: str, rows: Iterable[Row], selection: Selection, folder: Path | None = None
+) -> list[AnyRecord]:
+    """Returns the records in the rows of `name`. Blank text files are left out. Paths of images
+    are relative to `folder`.
 
     Raises MespError if no record is left, if a record is invalid or lacks a column, or if
     `selection` names columns for a text.
@@ -60,7 +63,7 @@ def records_of(name: str, rows: Iterable[Row], selection: Selection) -> list[Any
     records: list[AnyRecord] = []
     for where, content in rows:
         if not isinstance(content, str):
-            records.append(read_record(Fields(where, content, selection)))
+            records.append(read_record(Fields(where, content, selection, folder)))
         elif selection.columns:
             raise MespError(f"{where} has no columns; leave out --columns.")
         elif content.strip():
@@ -124,6 +127,7 @@ def _read_tree(
             f"{data}/{each[0]}",
             (row for name in each for row in read_file(there / name, f"{data}/{name}", root)),
             selection,
+            (there / each[0]).parent,
         )
         for split, each in files.items()
     }

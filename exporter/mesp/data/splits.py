@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from mesp.data.loss_mask import Encoded
@@ -21,6 +22,9 @@ class Split:
 
     `mask` uint8 [N] is 1 if the prediction of a token is in the loss, else 0. Without a mask, all
     predictions are in the loss. No token predicts the first token of an example, whatever its mask.
+
+    `places` uint32 [N] is 0 for a token, or 1 + the row of `rows` [R, hidden] that takes the place
+    of its embedding. Both are None without images.
 
     `labels` uint8 [M] are people's labels of the examples, or None. `begin` replaces the first
     token of each window, unless it is None. With `pack`, short examples share a sequence in
@@ -40,6 +44,8 @@ class Split:
     left_out: int = 0
     no_room: int = 0
     encoding: Mapping[str, Any] = field(default_factory=dict)
+    places: np.ndarray | None = None
+    rows: mx.array | None = None
 
 
 def as_stream(encoded: Sequence[Encoded], begin: int | None) -> Split:
@@ -71,7 +77,8 @@ def as_examples(
             continue
         counts["too_long"] += len(ids) > longest
         examples += pieces
-        parts.append(each if stop == len(ids) else replace(each, ids=ids[:stop], mask=mask[:stop]))
+        places = None if each.places is None else each.places[:stop]
+        parts.append(replace(each, ids=ids[:stop], mask=mask[:stop], places=places))
         start += stop
     if not examples:
         raise MespError(
@@ -79,7 +86,12 @@ def as_examples(
             f"{longest} tokens; give it others or export with a larger --seq-len."
         )
     tokens, mask = _joined(parts)
-    return Split(tokens, np.array(examples, np.uint32), mask, pack=pack, **counts)
+    places = None
+    if any(part.places is not None for part in parts):
+        all_text = (np.zeros(len(part.ids), np.uint32) for part in parts)
+        both = zip(parts, all_text, strict=True)
+        places = np.concatenate([text if p.places is None else p.places for p, text in both])
+    return Split(tokens, np.array(examples, np.uint32), mask, pack=pack, places=places, **counts)
 
 
 def _joined(parts: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:

@@ -14,11 +14,18 @@ from mesp.reference.model import Model, dequantize
 from mesp.reference.per_layer import layer_input
 from mesp.reference.pieces import scattered
 
+Images = tuple[mx.array, mx.array]  # rows [R, hidden], and places [T]: 0, or 1 + a token's row
 
-def embed(model: Model, tokens: mx.array) -> mx.array:
+
+def embed(model: Model, tokens: mx.array, images: Images | None = None) -> mx.array:
     """Returns the first block's input [1, T, hidden]. tokens [T] are int."""
-    rows = {name: array[tokens] for name, array in model.embedding.items() if name != "norm"}
-    return model.arch.embedding_scale * dequantize(rows, "", model.arch.hidden_size)[None]
+    packed = {name: array[tokens] for name, array in model.embedding.items() if name != "norm"}
+    x = model.arch.embedding_scale * dequantize(packed, "", model.arch.hidden_size)
+    if images:
+        rows, places = images
+        own = rows.astype(x.dtype)[mx.maximum(places, 1) - 1]
+        x = mx.where((places > 0)[:, None], own, x)
+    return x[None]
 
 
 def forward(
@@ -28,6 +35,7 @@ def forward(
     scale: float,
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
+    images: Images | None = None,
 ) -> tuple[list[mx.array], dict[int, Shared]]:
     """Returns each block's input and the last block's output, [1, T, hidden] each, and the keys and
     values that several blocks use. tokens [T] are int.
@@ -35,7 +43,7 @@ def forward(
     `starts` are the first positions of the records of a packed sequence. `dropout` is for training
     only.
     """
-    hidden, shared = [embed(model, tokens)], {}
+    hidden, shared = [embed(model, tokens, images)], {}
     for i, block in enumerate(model.arch.blocks):
         weights = model.blocks[i]
         y, *intermediates = block_forward(

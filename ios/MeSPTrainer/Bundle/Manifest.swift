@@ -56,13 +56,28 @@ public struct Manifest: Decodable, Sendable {
         package let labels: String?
         package let begin: Int?
         package let pack: Bool?
+        package let images: Images?
 
         package struct Examples: Codable, Sendable {
             package let file: String
             package let count: Int
         }
 
-        var files: [String] { [file, examples?.file, mask, labels].compactMap { $0 } }
+        /// Rows `[count, hidden]` that take the place of tokens' embeddings. `places` has a little-endian `uint32` for each token: 0, or 1 + its row.
+        package struct Images: Codable, Sendable {
+            package let file: String
+            package let count: Int
+            package let dtype: ElementType
+            package let places: String
+        }
+
+        /// The files by the name of their part.
+        var parts: [(name: String, file: String)] {
+            [
+                ("tokens", file), ("examples", examples?.file), ("mask", mask), ("labels", labels),
+                ("images", images?.file), ("places", images?.places),
+            ].compactMap { part, file in file.map { (part, $0) } }
+        }
     }
     package struct File: Decodable, Sendable {
         package let path: String

@@ -63,7 +63,7 @@ extension Manifest {
         let functions = blocks.flatMap {
             [$0.functions, $0.plainFunctions, $0.packed].flatMap(\.values)
         }
-        let named = functions + weightFiles.map(\.file) + (data ?? [:]).values.flatMap(\.files)
+        let named = functions + weightFiles.map(\.file) + (data ?? [:]).values.flatMap { $0.parts.map(\.file) }
         if let path = named.first(where: { !listed.contains($0) }) {
             throw MeSPError("\(bundle): the manifest does not list \(path); export the bundle again.")
         }

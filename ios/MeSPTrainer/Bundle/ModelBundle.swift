@@ -199,11 +199,8 @@ package struct ModelBundle {
     }
 
     private func digest(_ entry: Manifest.Tokens, in folder: URL, sums: [String: String] = [:]) throws -> String {
-        let files = [
-            ("tokens", entry.file), ("examples", entry.examples?.file), ("mask", entry.mask), ("labels", entry.labels),
-        ]
-        var parts = try files.compactMap { part, file in
-            try file.map { "\(part) \(try sums[$0] ?? sha256(of: folder.appendingPathComponent($0)))" }
+        var parts = try entry.parts.map { part, file in
+            "\(part) \(try sums[file] ?? sha256(of: folder.appendingPathComponent(file)))"
         }
         if let begin = entry.begin { parts.append("begin \(begin)") }
         if entry.pack == true { parts.append("pack") }
@@ -238,9 +235,18 @@ package struct ModelBundle {
             examples: try entry.examples.map { try data($0.file, $0.count, width: 8) },
             mask: try entry.mask.map { try data($0, entry.tokens, width: 1) },
             labels: try entry.labels.map { try data($0, entry.examples?.count ?? 0, width: 1) },
-            begin: entry.begin, packsExamples: entry.pack ?? false)
+            begin: entry.begin, packsExamples: entry.pack ?? false,
+            images: try entry.images.map { images in
+                let width = architecture.hiddenSize * images.dtype.dtype.size
+                return ImageRows(
+                    rows: try data(images.file, images.count, width: width), dtype: images.dtype, width: width,
+                    places: try data(images.places, entry.tokens, width: 4))
+            })
         try explaining {
             try stream.check(vocabulary: architecture.vocabSize)
+            guard stream.images == nil || architecture.embeddingScale == 1 && architecture.perLayer == nil else {
+                throw MeSPError("has images, which this family's embeddings cannot take")
+            }
         } as: {
             "The \(split) data of \(folder.path) \($0); export it again."
         }

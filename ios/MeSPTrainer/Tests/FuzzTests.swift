@@ -215,17 +215,22 @@ import Testing
         let tokens = data((0..<200).map { $0 % 50 })
         let examples = data((0..<20).flatMap { [$0 * 10, 10] })
         let mask = Data((0..<200).map { $0 % 7 < 4 ? 1 : 0 })
+        let places = data((0..<200).map { $0 % 7 == 6 ? $0 % 3 : 0 })
         try fuzz(seed: 2) { random in
             let stream = TokenStream(
                 tokens: Bool.random(using: &random) ? mutatedBytes(tokens, &random) : tokens,
                 examples: Bool.random(using: &random) ? mutatedBytes(examples, &random) : nil,
-                mask: Bool.random(using: &random) ? mutatedBytes(mask, &random) : nil)
+                mask: Bool.random(using: &random) ? mutatedBytes(mask, &random) : nil,
+                images: Bool.random(using: &random)
+                    ? ImageRows(rows: Data(count: 8), dtype: .float16, width: 4, places: mutatedBytes(places, &random))
+                    : nil)
             try stream.check(vocabulary: 50)
             for length in [1, 7, 300] {
                 let sequences = stream.sequences(lengths: [length])
                 for index in 0..<sequences.count {
                     let example = sequences[index]
                     #expect(example.tokens.count == length + 1 && !example.counted.isEmpty)
+                    #expect(example.images.map { $0.bytes.count == 4 * $0.positions.count } ?? true)
                     #expect(
                         example.tokens.allSatisfy { (0..<50).contains($0) }
                             && example.counted.allSatisfy { (0..<length).contains($0) })

@@ -7,7 +7,7 @@ package enum TokenFolder {
     static func entries(in folder: URL) throws -> [String: Manifest.Tokens] {
         guard let json = regularFile(folder.appendingPathComponent("data.json")), json.count <= Manifest.largestSize,
             let entries = try? JSONDecoder().decode([String: Manifest.Tokens].self, from: json),
-            entries.values.allSatisfy({ $0.files.allSatisfy { isPath($0, within: folder) } })
+            entries.values.allSatisfy({ $0.parts.allSatisfy { isPath($0.file, within: folder) } })
         else { throw MeSPError("\(folder.path) holds no tokens to train on; tokenize the text again.") }
         return entries
     }
@@ -30,7 +30,7 @@ package enum TokenFolder {
                     file: file, tokens: split.tokenCount,
                     examples: split.examples.map { .init(file: examples, count: $0.count / 8) },
                     mask: split.mask.map { _ in mask }, labels: split.labels.map { _ in labels },
-                    begin: split.begin, pack: nil)
+                    begin: split.begin, pack: nil, images: nil)
             }
             try JSONEncoder().encode(entries).write(to: partial.appendingPathComponent("data.json"))
             try? FileManager.default.removeItem(at: folder)

@@ -10,9 +10,13 @@ package struct Example: Sendable, Equatable {
     package let counted: [Int]
     /// The input ranges of the records, or nil if the sequence is not packed. Records do not attend to each other, and positions begin at 0 in each.
     package let records: [Range<Int>]?
+    /// The rows that take the place of inputs' embeddings.
+    package let images: ImageRows.Slice?
 
-    package init(tokens: [Int32], counted: [Int], records: [Range<Int>]? = nil) {
-        (self.tokens, self.counted, self.records) = (tokens, counted, records)
+    package init(
+        tokens: [Int32], counted: [Int], records: [Range<Int>]? = nil, images: ImageRows.Slice? = nil
+    ) {
+        (self.tokens, self.counted, self.records, self.images) = (tokens, counted, records, images)
     }
 
     /// Creates a sequence in which the answer's tokens are in the loss. Pads it to the next of the ascending `lengths`, or cuts it to the longest.
@@ -30,6 +34,37 @@ package struct Example: Sendable, Equatable {
     package var targets: [Int32] { counted.map { tokens[$0 + 1] } }
     /// The number of inputs up to the last target in the loss. Later inputs do not affect the loss.
     package var inputCount: Int { (counted.last ?? -1) + 1 }
+}
+
+/// The rows `[count, hidden]` of images, from a model's vision tower.
+package struct ImageRows: Sendable, Equatable {
+    let rows: Data
+    let dtype: ElementType
+    /// The bytes of a row.
+    let width: Int
+    let places: Data
+
+    package init(rows: Data, dtype: ElementType, width: Int, places: Data) {
+        (self.rows, self.dtype, self.width, self.places) = (rows, dtype, width, places)
+    }
+
+    var count: Int { rows.count / width }
+
+    /// Some of the rows, and the positions in a sequence whose embeddings they replace, ascending.
+    package struct Slice: Sendable, Equatable {
+        package let positions: [Int]
+        package let rows: [Int]
+        let of: ImageRows
+
+        package var dtype: ElementType { of.dtype }
+        /// The bytes of the rows, one after the other.
+        package var bytes: Data {
+            rows.reduce(into: Data(capacity: rows.count * of.width)) {
+                let start = of.rows.startIndex + $1 * of.width
+                $0 += of.rows[start..<start + of.width]
+            }
+        }
+    }
 }
 
 /// Token ids on disk, from which training and evaluation take sequences of T inputs.
@@ -50,17 +85,18 @@ package struct TokenStream: Sendable {
     /// The token that replaces the first token of each window or of each of the `pieces(of:)`, if any.
     private(set) var begin: Int?
     package let packsExamples: Bool
+    package let images: ImageRows?
 
     /// The label of an answer in preference data. In a pair, the rejected answer directly follows the chosen one.
     package enum Label: UInt8 { case bad, good, rejected, chosen }
 
     package init(
         tokens: Data, examples: Data? = nil, mask: Data? = nil, labels: Data? = nil, begin: Int? = nil,
-        packsExamples: Bool = false
+        packsExamples: Bool = false, images: ImageRows? = nil
     ) {
         (self.tokens, self.examples, self.mask, self.labels) = (tokens, examples, mask, labels)
         self.begin = examples == nil ? begin : nil
-        self.packsExamples = packsExamples
+        (self.packsExamples, self.images) = (packsExamples, images)
     }
 
     package var tokenCount: Int { tokens.count / 4 }
@@ -79,6 +115,19 @@ package struct TokenStream: Sendable {
             }
             guard labels.count == exampleCount, sound, !hasPairs || labels.count % 2 == 0 else {
                 throw MeSPError("has labels that do not fit its examples")
+            }
+        }
+        if let images {
+            guard [.float16, .bfloat16, .float32].contains(images.dtype), images.places.count == tokens.count else {
+                throw MeSPError("has images that do not fit its tokens")
+            }
+            for index in 0..<tokenCount where number(images.places, index) != 0 {
+                guard number(images.places, index) <= images.count else {
+                    throw MeSPError("names a row that its images do not have")
+                }
+                guard mask.map({ $0[$0.startIndex + index] == 0 }) ?? false else {
+                    throw MeSPError("has an image in the loss")
+                }
             }
         }
         if let begin, !(0..<vocabulary).contains(begin) {
@@ -185,7 +234,7 @@ package struct TokenStream: Sendable {
         }
     }
 
-    private func number(_ data: Data, _ index: Int) -> Int {
+    fileprivate func number(_ data: Data, _ index: Int) -> Int {
         data.withUnsafeBytes {
             Int(UInt32(littleEndian: $0.loadUnaligned(fromByteOffset: index * 4, as: UInt32.self)))
         }
@@ -210,10 +259,19 @@ package struct TokenStream: Sendable {
         package subscript(index: Int) -> Example {
             let longest = lengths[lengths.count - 1]
             var (tokens, counted, begins) = ([Int32](), [Int](), [Int]())
+            var (positions, rows) = ([Int](), [Int]())
             for number in examples(index) {
                 let bounds = stream.bounds(number, longest)
                 counted += stream.counted(bounds).map { tokens.count + $0 }
                 begins.append(tokens.count)
+                if let images = stream.images {
+                    for position in 0..<bounds.length {
+                        let place = stream.number(images.places, bounds.start + position)
+                        guard place > 0 else { continue }
+                        positions.append(tokens.count + position)
+                        rows.append(place - 1)
+                    }
+                }
                 tokens += (0..<bounds.length).map { Int32(truncatingIfNeeded: stream.token(bounds.start + $0)) }
             }
             let length = lengths.first { counted[counted.count - 1] < $0 } ?? longest
@@ -221,7 +279,14 @@ package struct TokenStream: Sendable {
             tokens = Array(tokens.prefix(length + 1))
             let padding = [Int32](repeating: 0, count: length + 1 - tokens.count)
             let records = zip(begins, begins.dropFirst() + [length]).map { $0..<$1 }
-            return Example(tokens: tokens + padding, counted: counted, records: starts == nil ? nil : records)
+            let inputs = positions.prefix { $0 < length }
+            return Example(
+                tokens: tokens + padding, counted: counted, records: starts == nil ? nil : records,
+                images: inputs.isEmpty
+                    ? nil
+                    : stream.images.map {
+                        .init(positions: Array(inputs), rows: Array(rows.prefix(inputs.count)), of: $0)
+                    })
         }
 
         /// Returns the sequence at a position of the training order. Its index is `(position · stride + seed) mod count`.

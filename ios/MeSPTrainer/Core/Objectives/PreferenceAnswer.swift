@@ -19,7 +19,10 @@ struct PreferenceAnswer {
     var context: Example? {
         let counted = Set(example.counted)
         let positions = (0..<(example.counted.last ?? 0)).filter { !counted.contains($0) }
-        return positions.isEmpty ? nil : Example(tokens: example.tokens, counted: positions)
+        return positions.isEmpty
+            ? nil
+            : Example(
+                tokens: example.tokens, counted: positions, images: example.images)
     }
 
     func with(answerOf other: PreferenceAnswer) -> PreferenceAnswer {

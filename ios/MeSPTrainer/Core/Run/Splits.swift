@@ -17,6 +17,10 @@ struct Splits {
         func tokens(_ split: String) throws -> TokenStream? {
             let stream = try bundle.tokens(split)
             try stream?.check(settings.objective, split)
+            guard stream?.images == nil || settings.objective == nil && settings.groupSize == nil else {
+                throw MeSPError(
+                    "The \(split) data has images, which an objective cannot take; leave objective and group_size out.")
+            }
             // Sampled answers need one prompt for each sequence.
             let takesPacked = settings.method.takesPacked && settings.groupSize == nil
             guard stream?.packsExamples != true || takesPacked else {

@@ -2,12 +2,18 @@ import MLX
 import MeSPBundle
 
 extension ModelBundle {
-    /// Returns the embeddings `[1, T, hidden]` of token ids `[T]`, evaluated.
-    func embed(_ tokens: [Int32]) throws -> MLXArray {
+    /// Returns the embeddings `[1, T, hidden]` of token ids `[T]`, evaluated. The rows of `images` take the place of those at their positions.
+    func embed(_ tokens: [Int32], images: ImageRows.Slice? = nil) throws -> MLXArray {
         try withEmbedding { weights in
             readRows {
-                embeddings(
+                let x = embeddings(
                     tokens, table: weights.matrix("", inputs: architecture.hiddenSize), architecture, dtype: dtype)
+                guard let images else { return x }
+                let rows = MLXArray.of(
+                    images.bytes, [images.rows.count, architecture.hiddenSize], images.dtype.dtype)
+                var places = (0..<tokens.count).map { Int32($0) }
+                for (row, position) in images.positions.enumerated() { places[position] = Int32(tokens.count + row) }
+                return concatenated([x[0], rows.asType(dtype)])[MLXArray.of(places)].expandedDimensions(axis: 0)
             }
         }
     }

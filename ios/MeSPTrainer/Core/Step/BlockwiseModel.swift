@@ -42,7 +42,7 @@ package final class BlockwiseModel {
     package var blocks: Range<Int> { 0..<bundle.architecture.numHiddenLayers }
 
     package func embed(_ example: Example) throws -> MLXArray {
-        try work.repeating { try bundle.embed(example.inputs) }
+        try work.repeating { try bundle.embed(example.inputs, images: example.images) }
     }
 
     /// A sequence on its way through the blocks.

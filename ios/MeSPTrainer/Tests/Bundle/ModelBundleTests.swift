@@ -230,6 +230,32 @@ import Testing
         #expect(!stream.hasWholeRecords)
     }
 
+    @Test func rowsOfImagesTakeThePlacesOfTokens() throws {
+        func stream(_ places: [UInt32], mask: [UInt8] = [0, 0, 0, 1, 0, 0, 1], packs: Bool = false) -> TokenStream {
+            TokenStream(
+                tokens: data([1, 2, 2, 3, 4, 2, 5]), examples: data([0, 4, 4, 3]), mask: Data(mask),
+                packsExamples: packs,
+                images: ImageRows(
+                    rows: Data([10, 11, 20, 21, 30, 31]), dtype: .float16, width: 2, places: data(places)))
+        }
+        let places: [UInt32] = [0, 2, 3, 0, 0, 1, 0]
+        #expect(throws: Never.self) { try stream(places).check(vocabulary: 6) }
+        let alone = stream(places).sequences(lengths: [2, 4])
+        #expect(alone[0].images?.positions == [1, 2] && alone[0].images?.bytes == Data([20, 21, 30, 31]))
+        #expect(alone[1].images?.positions == [1] && alone[1].images?.bytes == Data([10, 11]))
+        #expect(stream(places).sequences(lengths: [3])[0].images?.positions == [1, 2])
+        #expect(stream([0, 0, 0, 0, 0, 1, 0]).sequences(lengths: [4])[0].images == nil)
+        let packed = stream(places, packs: true).sequences(lengths: [8], packed: true)
+        #expect(packed[0].images?.positions == [1, 2, 5])
+        #expect(packed[0].images?.bytes == Data([20, 21, 30, 31, 10, 11]))
+        for wrong in [
+            stream([0, 4, 0, 0, 0, 0, 0]), stream([0, 0, 0, 1, 0, 0, 0]), stream([0, 1]),
+            stream(places, mask: [1, 1, 1, 1, 1, 1, 1]),
+        ] {
+            #expect(throws: MeSPError.self) { try wrong.check(vocabulary: 6) }
+        }
+    }
+
     @Test func aWindowInWhichNothingCountsIsNoSequence() {
         let stream = TokenStream(tokens: data([0, 1, 2, 3, 4, 5, 6, 7, 8]), mask: Data([1, 0, 1, 0, 0, 0, 0, 1, 1]))
         let windows = stream.sequences(lengths: [2])

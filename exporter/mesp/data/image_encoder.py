@@ -1,0 +1,86 @@
+"""Puts images into encoded conversations.
+
+The chat template writes one image token for an image. The tokens of the image's tiles take its
+place, and the rows of the image take the place of their embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from mesp.data.images import Image
+from mesp.data.loss_mask import Encoded
+from mesp.errors import MespError
+
+
+class Features(Protocol):
+    text: str
+    rows: mx.array
+
+
+class Tower(Protocol):
+    """A model's vision tower: `mesp.vision.VisionTower`."""
+
+    image_token: str
+    image_token_id: int
+
+    def features(self, image: Image) -> Features: ...
+
+
+class _Place(NamedTuple):
+    ids: list[int]
+    first: int  # the image's first row in the table
+
+
+class ImageEncoder:
+    """Puts images' tokens and rows into conversations. Equal images share rows."""
+
+    def __init__(self, tower: Tower, tokenizer: Any) -> None:
+        self.tower, self._tokenizer = tower, tokenizer
+        self._parts: list[mx.array] = []
+        self._count = 0
+        self._place = cache(self._add)
+
+    @property
+    def rows(self) -> mx.array | None:
+        return mx.concatenate(self._parts) if self._parts else None
+
+    def _add(self, image: Image) -> _Place:
+        features = self.tower.features(image)
+        ids = self._tokenizer.encode(features.text, add_special_tokens=False)
+        first, self._count = self._count, self._count + features.rows.shape[0]
+        self._parts.append(features.rows)
+        return _Place(list(ids), first)
+
+    def put(self, encoded: Encoded, images: Sequence[Image]) -> Encoded:
+        """Replaces each image token by the tokens of its image, which are never in the loss.
+
+        Raises MespError if there are not as many image tokens as images.
+        """
+        token = self.tower.image_token_id
+        at = [index for index, id in enumerate(encoded.ids) if id == token]
+        if len(at) != len(images):
+            raise MespError(
+                f"it has {len(images)} images, and {len(at)} times {self.tower.image_token} in the "
+                "chat template: write images as parts of content, and the token nowhere."
+            )
+        ids: list[int] = []
+        masks, places, start = [], [], 0
+        for stop, image in zip([*at, len(encoded.ids)], [*images, None], strict=True):
+            ids += encoded.ids[start:stop]
+            masks.append(encoded.mask[start:stop])
+            places.append(np.zeros(stop - start, np.uint32))
+            start = stop + 1
+            if image is not None:
+                own, first = self._place(image)
+                is_row = np.array(own) == token
+                ids += own
+                masks.append(np.zeros(len(own), bool))
+                places.append(np.where(is_row, first + np.cumsum(is_row), 0).astype(np.uint32))
+        return replace(encoded, ids=ids, mask=np.concatenate(masks), places=np.concatenate(places))
