@@ -21,7 +21,8 @@ from mesp.models.families import FAMILIES
 FILE = Path(__file__).resolve().parents[1] / "exporter" / "mesp" / "models" / "classes.json"
 NO_ARCHITECTURE = re.compile(
     r".*(_token_id|_token_index|dropout|pdrop|_coef|logits)|initializer_range|use_cache|vision_.*|"
-    r"pretraining_tp|audio_config|mm_tokens.*|multimodal_.*|projector.*|spatial_.*|text_config"
+    r"pretraining_tp|audio_config|mm_tokens.*|multimodal_.*|projector.*|spatial_.*|text_config|"
+    r"scale_factor|downsample_factor"
 )
 # Keys that transformers reads for every class with RoPE, from the attributes of a configuration.
 OF_ALL = ("original_max_position_embeddings", "per_layer_config", "rope_parameters", "rope_scaling")

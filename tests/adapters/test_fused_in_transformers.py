@@ -24,6 +24,8 @@ VL = {
         "model_type": "qwen3_vl",
         "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5]},
     },
+    "smolvlm": FAMILIES["llama"] | {"model_type": "smolvlm"},
+    "lfm2_vl": FAMILIES["lfm2"] | {"model_type": "lfm2_vl"},
 }
 
 

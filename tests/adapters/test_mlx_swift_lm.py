@@ -45,7 +45,8 @@ def named(module: str, *names: str) -> set[str]:
     return {f"{module}.{name}" for name in names}
 
 
-WHOLE, TEXT_OF_SEVERAL = "model", "language_model.model"  # prefixes of layer names
+# Prefixes of layer names.
+WHOLE, TEXT_OF_SEVERAL, OF_SMOLVLM = "model", "language_model.model", "language_model"
 ATTENTION = named("self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
 MLP = named("mlp", "gate_proj", "up_proj", "down_proj")
 DENSE = ATTENTION | MLP
@@ -86,6 +87,8 @@ MODELS: dict[str, dict[str, Model]] = {
     },
     "qwen3_5_moe_text": {},
     "llama": {"MLXLLM": PLAIN},
+    "smolvlm": {"MLXVLM": Model(OF_SMOLVLM, DENSE)},
+    "idefics3": {"MLXVLM": Model(OF_SMOLVLM, DENSE)},
     "smollm3": {"MLXLLM": PLAIN},
     "granite": {"MLXLLM": PLAIN},
     "granitemoehybrid": {"MLXLLM": Model(WHOLE, GRANITE4)},
@@ -103,6 +106,8 @@ MODELS: dict[str, dict[str, Model]] = {
     },
     "lfm2": {"MLXLLM": Model(WHOLE, LFM2 | W1_TO_W3)},
     "lfm2_moe": {"MLXLLM": Model(WHOLE, LFM2 | FEED_FORWARD)},
+    "lfm2_vl": {"MLXVLM": Model(TEXT_OF_SEVERAL, LFM2 | W1_TO_W3)},
+    "lfm2-vl": {"MLXVLM": Model(TEXT_OF_SEVERAL, LFM2 | W1_TO_W3)},
     "lfm3": {},
     "phi3": {"MLXLLM": Model(WHOLE, FUSED)},
 }
@@ -142,6 +147,8 @@ def load(folder: Path, model: Model, arch: Architecture, fit: bool = False) -> L
     weights = mx.load(str(folder / WEIGHTS))
     if fit and model.prefix == WHOLE:
         weights = {name.removeprefix("language_model."): each for name, each in weights.items()}
+    if fit and model.prefix == OF_SMOLVLM:
+        weights = {name.replace("model", OF_SMOLVLM, 1): each for name, each in weights.items()}
     count = decoded(config, "num_layers", int)
     return put(kind, weights, keys, count, rank, scale, model, arch)
 
@@ -203,6 +210,7 @@ def config_of(name: str) -> dict:
     if name in FAMILIES:
         return FAMILIES[name]
     same = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "ministral3": "mistral3"}
+    same |= {"smolvlm": "llama", "idefics3": "llama", "lfm2_vl": "lfm2", "lfm2-vl": "lfm2"}
     return FAMILIES[same.get(name, name.removesuffix("_text"))] | {"model_type": name}
 
 
@@ -280,7 +288,7 @@ def test_the_page_says_of_every_family_what_loads(train: Callable[..., Trained])
     said: dict[str, tuple[str, str]] = {}
     for line in table.splitlines()[2:]:
         kinds, llm, vlm = (cell.strip() for cell in line.strip("|").split("|"))
-        said |= dict.fromkeys(re.findall(r"`(\w+)`", kinds), (llm, vlm))
+        said |= dict.fromkeys(re.findall(r"`([\w-]+)`", kinds), (llm, vlm))
     grouped = defaultdict(list)
     for kind, row in found.items():
         grouped[row].append(kind)

@@ -224,17 +224,26 @@ def test_a_model_of_few_bits_is_imported_as_exported(bits: int, group: int, tmp_
     assert all("codes of 1 bit" in notice for notice in done.records[0]["notices"])
 
 
-def test_what_an_import_says(tmp_path: Path):
-    def add_vision(tensors: dict) -> None:
-        tensors["vision_tower.a.weight"] = tensors["multi_modal_projector.b.weight"] = mx.ones(4)
+@pytest.mark.parametrize(
+    ("family", "text", "others"),
+    [
+        ("gemma3", "language_model.model.", ("vision_tower", "multi_modal_projector")),
+        ("smolvlm", "model.text_model.", ("model.vision_model", "model.connector")),
+    ],
+)
+def test_what_an_import_says(family: str, text: str, others: tuple[str, ...], tmp_path: Path):
+    def edit(tensors: dict) -> None:
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.replace("model.", text, 1)] = tensors.pop(name)
+        tensors |= {f"{name}.a.weight": mx.ones(4) for name in others}
 
-    model = write_mlx_model(tmp_path / "model", CONFIGS["gemma3"], dtype="float16", edit=add_vision)
+    model = write_mlx_model(tmp_path / "model", CONFIGS[family], dtype="float16", edit=edit)
     name = {"id": "mlx-community/Tiny-4bit", "revision": "5f0b02c75b57c5855da9ae460ce51323ea669d8a"}
     done = run_import(model, tmp_path / "a.mesp", **name)
     kinds = [record["type"] for record in done.records]
     assert kinds[0] == "model" and kinds[-1] == "end" and set(kinds[1:-1]) == {"progress"}
     first = done.records[0]
-    assert (first["name"], first["model_type"]) == ("Tiny-4bit", "gemma3")
+    assert (first["name"], first["model_type"]) == ("Tiny-4bit", family)
     (left_out,) = first["notices"]
     assert left_out.startswith("2 tensors are left out")
     assert done.end["kept_bytes"] == 0 and done.end["seconds"] > 0

@@ -25,6 +25,7 @@ _SIZES = {
     "num_hidden_layers": 2,
 }
 _OTHERS = {"ministral3": "mistral3", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+_OTHERS |= {"smolvlm": "llama", "idefics3": "llama"}
 _FACTORS = [1 + 0.25 * i for i in range(12)]
 _LONG = {"type": "longrope", "short_factor": _FACTORS, "long_factor": [2 * f for f in _FACTORS]}
 
@@ -43,6 +44,7 @@ CONFIGS = {
     for name in (
         *("llama", "llama-linear", "qwen2", "qwen3", "smollm3", "mistral", "gemma3_text", "gemma3"),
         *("gemma2", "granite", "phi3", "ministral3", "mistral3", "qwen2_5_vl", "qwen3_vl"),
+        *("smolvlm", "idefics3"),
     )
 }
 CARD = """---

@@ -209,6 +209,8 @@ _TYPES = {"llama-linear": "llama"} | dict.fromkeys(
 FAMILIES = {
     name: config | {"model_type": _TYPES.get(name, name)} for name, config in _FAMILIES.items()
 }
+# Multimodal models that mlx-lm lacks or does not load from their own files -> their text models
+_ALONE = {"smolvlm": "llama", "idefics3": "llama", "lfm2_vl": "lfm2", "lfm2-vl": "lfm2"}
 # For each `model_type` whose experts are separate tensors on the Hub: MeSP's names of an expert's
 # matrices, and Hugging Face's names for them.
 EXPERT_MATRICES = {
@@ -374,6 +376,7 @@ def _write_quantized(
 def mlx_lm_model(
     config: dict, quantization: Callable[[str], Quantization] | None = None, seed: int = 0
 ) -> nn.Module:
+    config = config | {"model_type": _ALONE.get(config["model_type"], config["model_type"])}
     config, weights = published(config, random_tensors(config, seed))
     model_class, arguments = _get_classes(config)
     model = model_class(arguments.from_dict(deepcopy(config)))  # some models change their config

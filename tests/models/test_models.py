@@ -296,7 +296,7 @@ OF_ANOTHER_KIND = "its mixture of experts is of another kind"
         ("qwen3_moe", {"num_experts_per_tok": 9}, "not valid .*experts' sizes"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "not valid .*experts' sizes"),
         ("qwen3_moe", {"model_type": "olmoe"}, "norms q and k over all heads"),
-        ("qwen2", {"model_type": "idefics3", "text_config": {}}, "several modalities"),
+        ("qwen2", {"model_type": "paligemma", "text_config": {}}, "several modalities"),
         ("qwen2", {"model_type": "mixtral", "num_local_experts": 8}, OF_ANOTHER_KIND),
         (
             "mistral3",

@@ -172,16 +172,21 @@ BASES: dict[str, dict[str, Any]] = {
 _SIGHT = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 14}
 _QWEN = {**_SIGHT, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
 _SIGLIP = {**_SIGHT, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28}
+_SIGLIP2 = {**_SIGLIP, "model_type": "siglip2_vision_model", "num_patches": 4}
 _VISION = {
     "qwen3_5": {**_QWEN, "spatial_merge_size": 1, "num_position_embeddings": 16},
     "gemma3": _SIGLIP,
     "mistral3": {**_SIGLIP, "head_dim": 16},
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": {**_QWEN, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    "smolvlm": _SIGLIP,
+    "idefics3": _SIGLIP,
+    "lfm2_vl": _SIGLIP2,
 }
 _TEXTS = {
     "qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text", "mistral3": "mistral",
-    "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3",
+    "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "smolvlm": "llama", "idefics3": "llama",
+    "lfm2_vl": "lfm2",
 }  # fmt: skip
 
 
@@ -272,8 +277,8 @@ def configuration(case: Case) -> Any:
         keys["rope_parameters"] = rope
     if case.family in _VISION:
         tie = keys.pop("tie_word_embeddings", False)
-        if case.family == "mistral3":
-            keys["model_type"] = "mistral"
+        if case.family in ("mistral3", "smolvlm", "idefics3", "lfm2_vl"):
+            keys["model_type"] = text
         if case.family == "qwen2_5_vl" and not case.rope:
             keys["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 3, 3]}
         config = CONFIG_MAPPING[case.family](

@@ -52,6 +52,10 @@ QWEN2_5_VL = {**FAMILIES["qwen2"], "model_type": "qwen2_5_vl"}
 QWEN2_5_VL |= {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
 QWEN3_VL = {**FAMILIES["qwen3"], "model_type": "qwen3_vl"}
 QWEN3_VL |= {"rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5]}}
+SMOLVLM = {**FAMILIES["llama"], "model_type": "smolvlm", "is_llama_config": True}
+SMOLVLM |= {"perceiver_config": {"model_type": "vllama3", "num_key_value_heads": 1}}
+LFM2_VL = {**FAMILIES["lfm2"], "model_type": "lfm2_vl"}
+OLDER_LFM2_VL = {**FAMILIES["lfm2"], "model_type": "lfm2-vl"}
 SIGHT = ("vision_tower", "multi_modal_projector")
 UNTIED_MISTRAL3 = {**FAMILIES["mistral3"], "tie_word_embeddings": False}
 
@@ -64,12 +68,19 @@ UNTIED_MISTRAL3 = {**FAMILIES["mistral3"], "tie_word_embeddings": False}
         (UNTIED_MISTRAL3, "language_model.model.", SIGHT),
         (QWEN2_5_VL, "model.", ("visual",)),
         (QWEN3_VL, "model.language_model.", ("model.visual",)),
+        (SMOLVLM, "model.text_model.", ("model.vision_model", "model.connector")),
+        (SMOLVLM, "language_model.", ("vision_model", "connector")),
+        (LFM2_VL, "model.language_model.", [f"model.{name}" for name in SIGHT]),
+        (OLDER_LFM2_VL, "language_model.model.", SIGHT),
     ],
-    ids=["gemma3", "gemma3, newer", "mistral3", "qwen2_5_vl", "qwen3_vl"],
-)
+    ids=[
+        "gemma3", "gemma3, newer", "mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm",
+        "smolvlm of MLX", "lfm2_vl", "lfm2_vl, older",
+    ],
+)  # fmt: skip
 def test_the_text_by_the_names_that_it_is_published_under(config, text, others):
     tensors = {name.replace("model.", text, 1): a for name, a in random_tensors(config).items()}
-    if "lm_head.weight" in tensors:
+    if "lm_head.weight" in tensors and text != "model.text_model.":
         tensors["language_model.lm_head.weight"] = tensors.pop("lm_head.weight")
     tensors |= {f"{name}.blocks.0.weight": mx.ones((4, 4)) for name in others}
     whole, _ = published(config, {})
@@ -79,7 +90,10 @@ def test_the_text_by_the_names_that_it_is_published_under(config, text, others):
     assert f"{len(others)} tensors are left out" in result.stderr
     bundle = Bundle("out.mesp")
     arch = bundle.architecture
-    assert (arch.mlx_prefix, arch.hf_prefix) == ("language_model.model", "model.language_model")
+    prefixes = ("language_model.model", "model.language_model")
+    if config is SMOLVLM:
+        prefixes = ("model", "model.text_model")
+    assert (arch.mlx_prefix, arch.hf_prefix) == prefixes
     assert read_limits(bundle.path)[0] == config.get("max_position_embeddings", 32768)
     model = mlx_lm_model(config)
     nn.quantize(model, 64, 4)

@@ -204,6 +204,9 @@ class Bundle:
         weights = {arch.mlx_prefix.removesuffix("model") + n: a for n, a in weights.items()}
         if hasattr(model, "sanitize"):
             weights = model.sanitize(weights)
+        for name, array in weights.items():  # mlx-lm's LFM2-VL takes only turned convolutions
+            if name.endswith(CONVOLUTIONS) and array.shape[1] == 1:
+                weights[name] = array.swapaxes(1, 2)
 
         names = {path.rpartition(".")[2] for path, _ in model.named_modules()}
         if not arch.is_tied_in_mlx_lm and "lm_head" not in names:

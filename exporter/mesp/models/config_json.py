@@ -105,6 +105,8 @@ def _read_keys(config: dict[str, Any], model_type: str) -> tuple[dict[str, Any],
         read["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
         if model_type == "qwen2_5_vl" and text.get("tie_word_embeddings"):
             read["tie_word_embeddings"] = True
+        if name == "lfm2" and "tie_embedding" in config:
+            read["tie_word_embeddings"] = config["tie_embedding"]
     for key in ("text_config", "vision_config"):
         read.pop(key, None)
     return read | {"model_type": model_type}, keys

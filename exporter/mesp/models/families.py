@@ -206,6 +206,7 @@ def _read_minicpm(config: dict[str, Any]) -> dict[str, Any]:
 
 
 _LLAMA = Family(takes=("attention_bias",))
+_SMOLVLM = replace(_LLAMA, texts=("llama",), mlx_type="llama", hf_prefix="model.text_model")
 _MISTRAL = Family(full_every=math.inf)
 # The class has no window unless `use_sliding_window` is true, which VARIANTS refuses.
 _NO_WINDOW = {"sliding_window": None}
@@ -257,6 +258,7 @@ _LFM2 = Family(
     },
     read=_read_lfm2,
 )
+_LFM2_VL = replace(_in_several(_LFM2, "lfm2"), mlx_type="lfm2-vl")
 _QWEN3_EXPERTS = Experts("mlp.gate", "mlp.switch_mlp", "softmax", None)
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
@@ -282,6 +284,7 @@ CLASSES["minicpm"] = {
     **dict.fromkeys(("scale_emb", "scale_depth", "dim_model_base", "sparse_config")),
     "tie_word_embeddings": True,
 }
+CLASSES["lfm2-vl"] = CLASSES["lfm2_vl"]  # the older name, which mlx-lm has
 FAMILIES = {
     "qwen2": _QWEN2,
     "qwen2_5_vl": _in_several(_QWEN2, "qwen2_5_vl_text"),
@@ -289,6 +292,8 @@ FAMILIES = {
     "qwen3_moe": replace(_QWEN3, experts=_QWEN3_EXPERTS, takes=("num_experts",)),
     "qwen3_vl": _in_several(_QWEN3, "qwen3_vl_text"),
     "llama": _LLAMA,
+    "smolvlm": _SMOLVLM,
+    "idefics3": _SMOLVLM,
     "smollm3": replace(_LLAMA, has_no_rope_layers=True),
     "granite": _LLAMA,
     "granitemoehybrid": Family(
@@ -321,6 +326,8 @@ FAMILIES = {
     "qwen3_5_moe": _in_several(_QWEN3_5_MOE, "qwen3_5_moe_text"),
     "qwen3_5_moe_text": _QWEN3_5_MOE,
     "lfm2": _LFM2,
+    "lfm2_vl": _LFM2_VL,
+    "lfm2-vl": _LFM2_VL,
     "lfm2_moe": replace(
         _LFM2,
         mlp=_gate_up_down("feed_forward", *_PROJECTIONS),

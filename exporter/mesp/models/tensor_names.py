@@ -5,15 +5,16 @@ import re
 from mesp.models.architecture import Architecture
 from mesp.models.families import FAMILIES
 
-# Prefixes of the text model's tensors in a multimodal checkpoint -> MeSP's prefixes. The first
-# prefix is from transformers, the second from mlx-lm.
-TEXT = {"model.language_model.": "model.", "language_model.": ""}
+# Prefixes of the text model's tensors in a multimodal checkpoint -> MeSP's prefixes. The last
+# prefix is from mlx-lm, the others are from transformers.
+TEXT = {"model.language_model.": "model.", "model.text_model.": "model.", "language_model.": ""}
 UNUSED = (
     "mtp.", "language_model.mtp.", "visual.", "model.visual.",
     "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
     "model.multi_modal_projector.", "audio_tower.", "model.audio_tower.", "embed_vision.",
     "model.embed_vision.", "embed_audio.", "model.embed_audio.", "vision_embedder.",
-    "model.vision_embedder.",
+    "model.vision_embedder.", "vision_model.", "model.vision_model.", "connector.",
+    "model.connector.",
 )  # fmt: skip
 LIMITS = (".input_min", ".input_max", ".output_min", ".output_max")
 # Suffixes of tensors that change nothing: buffers for RoPE, masks, and the scales of an 8-bit KV
