@@ -21,7 +21,7 @@ from mesp.runs.log import RunLog
 from mesp.vision import VisionTower
 
 LENGTH = 256
-RATE = 0.1
+RATE = 0.01  # more makes these models, whose losses are 40, diverge
 PARTS = ("q", "k", "v", "o", "gate", "up", "down", "in", "out", "w1", "w2", "w3", "out_proj")
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -86,7 +86,8 @@ def test_steps_are_those_of_automatic_differentiation(
     oracle = Oracle.of(bundle.path, LENGTH)
     expected = oracle.train(Recipe(optim.SGD(RATE), projections=PARTS), steps=6)
     moved = distance(expected.start, expected.end)
-    for options in ((), ("--method", "mebp"), ("--offload", "all")):
+    ways: list[tuple[str, ...]] = [(), ("--offload", "all")]
+    for options in ways if pack else [*ways, ("--method", "mebp")]:
         out = tmp_path / "-".join(("run", *options))
         call(
             "train", bundle.path, "--out", out, "--steps", 6, "--optimizer", "sgd",

@@ -69,7 +69,7 @@ class Oracle:
         sequences = [[record] for record in records]
         if bundle.pack("train"):
             lengths = [record.size for record, *_ in records]
-            packed = reference.pack(lengths, SEQ_LEN)
+            packed = reference.pack(lengths, seq_len)
             sequences = [[records[index] for index in each] for each in packed]
         return cls(reference.Model.of(bundle), sequences)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -17,20 +16,7 @@ import numpy as np
 from mesp.data.images import Image
 from mesp.data.loss_mask import Encoded
 from mesp.errors import MespError
-
-
-class Features(Protocol):
-    text: str
-    rows: mx.array
-
-
-class Tower(Protocol):
-    """A model's vision tower: `mesp.vision.VisionTower`."""
-
-    image_token: str
-    image_token_id: int
-
-    def features(self, image: Image) -> Features: ...
+from mesp.vision import VisionTower
 
 
 class _Place(NamedTuple):
@@ -41,22 +27,24 @@ class _Place(NamedTuple):
 class ImageEncoder:
     """Puts images' tokens and rows into conversations. Equal images share rows."""
 
-    def __init__(self, tower: Tower, tokenizer: Any) -> None:
+    def __init__(self, tower: VisionTower, tokenizer: Any) -> None:
         self.tower, self._tokenizer = tower, tokenizer
         self._parts: list[mx.array] = []
+        self._places: dict[int, _Place] = {}  # by the identities of the parts
         self._count = 0
-        self._place = cache(self._add)
 
     @property
     def rows(self) -> mx.array | None:
         return mx.concatenate(self._parts) if self._parts else None
 
-    def _add(self, image: Image) -> _Place:
+    def _place(self, image: Image) -> _Place:
         features = self.tower.features(image)
-        ids = self._tokenizer.encode(features.text, add_special_tokens=False)
-        first, self._count = self._count, self._count + features.rows.shape[0]
-        self._parts.append(features.rows)
-        return _Place(list(ids), first)
+        if id(features.rows) not in self._places:
+            ids = self._tokenizer.encode(features.text, add_special_tokens=False)
+            self._places[id(features.rows)] = _Place(list(ids), self._count)
+            self._parts.append(features.rows)
+            self._count += features.rows.shape[0]
+        return self._places[id(features.rows)]
 
     def put(self, encoded: Encoded, images: Sequence[Image]) -> Encoded:
         """Replaces each image token by the tokens of its image, which are never in the loss.

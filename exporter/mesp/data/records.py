@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -53,15 +53,15 @@ class Encoder:
     options: Mapping[str, Any] = field(default_factory=dict)
     open_images: Callable[[], ImageEncoder] | None = None
 
-    def with_images(self, encoded: Encoded, images: Sequence[Image]) -> Encoded:
-        if not images:
-            return encoded
+    @property
+    def images(self) -> ImageEncoder:
+        """Raises MespError if the model has no vision tower here."""
         if self.open_images is None:
             raise MespError(
                 "it has images, whose rows a model's vision tower computes: give the data to "
                 "mesp-export, with the model."
             )
-        return self.open_images().put(encoded, images)
+        return self.open_images()
 
     @property
     def is_chat(self) -> bool:
@@ -228,13 +228,14 @@ class Conversation(Record):
         if is_joined:
             encoded = mask_joined(tokenizer, *self.texts, loss_on, encoder.split_special)
             return encoder.noted(encoded, *self.texts)
+        images = encoder.images if self.images else None
         # A copy would compute `answers` again.
         is_own = self.options or not encoder.options
         conversation = self if is_own else replace(self, options=encoder.options)
         rendering = Rendering(tokenizer, conversation, encoder.split_special)
         encoded = encode_conversation(rendering, loss_on)
         encoded = encoder.noted(encoded, *map(without_tags, self.messages))
-        return encoder.with_images(encoded, self.images)
+        return images.put(encoded, self.images) if images else encoded
 
 
 @dataclass(frozen=True)
