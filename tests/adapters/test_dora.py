@@ -146,6 +146,6 @@ def test_a_gguf_file_gets_them_in_its_weights(name: str, tmp_path: Path):
     for layer, block in enumerate(arch.blocks):
         for module, shape in block.sizes().items():
             there = f"model.layers.{layer}.{module}.weight"
-            weight = expected[f"{arch.mlx_prefix}.layers.{layer}.{module}.weight"]
+            weight = expected[f"{arch.mlx_root}model.layers.{layer}.{module}.weight"]
             array = found.rows(there, shape, slice(None)).astype(mx.float32)
             assert (mx.abs(array - weight) <= BFLOAT16 * mx.abs(weight) + 1e-6).all(), there

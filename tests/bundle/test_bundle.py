@@ -153,7 +153,7 @@ def test_adapters_load_into_mlx_lm(family, tmp_path):
     matrices = {}
     for i, flat in enumerate(lora):
         for name, (a, b) in reference.unpack_lora(flat, arch.blocks[i]).items():
-            path = f"{arch.mlx_prefix}.layers.{i}.{name}"
+            path = f"{arch.mlx_root}model.layers.{i}.{name}"
             matrices |= {f"{path}.lora_a": a, f"{path}.lora_b": b}
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), matrices)
     parameters = {"rank": rank, "scale": 3.0, "dropout": 0.0, "keys": arch.modules}

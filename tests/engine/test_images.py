@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed: pip install 'mesp[vision]'")
 
+from mlx.utils import tree_flatten
 from mlx_vlm import utils
 from PIL import Image
 
@@ -170,3 +171,14 @@ def test_what_takes_no_images_says_so(data: Path, tmp_path: Path):
         "Only models of the types", "export", "--model", "demo", "--data", data,
         "--out", tmp_path / "d.mesp",
     )  # fmt: skip
+
+
+@families
+def test_adapters_load_in_mlx_vlm(family: str, data: Path, tmp_path: Path):
+    model = write_vision_model(tmp_path / "model", family)
+    out = tmp_path / "run"
+    call("train", export(model, data).path, "--out", out, "--steps", 2, "--batch-size", 1)
+    adapted, _ = utils.load(str(model), adapter_path=str(out / "adapters"))
+    parameters = dict(tree_flatten(adapted.parameters()))
+    adapters = mx.load(str(out / "adapters" / "adapters.safetensors"))
+    assert all(mx.array_equal(parameters[name], each) for name, each in adapters.items())

@@ -159,8 +159,8 @@ class Oracle:
 
 def saved(output: Path) -> Parameters:
     adapters = mx.load(str(output / "adapters" / "adapters.safetensors"))
-    # mlx-lm puts `language_model.` before the names in multimodal models.
-    return {name.removeprefix("language_model."): each for name, each in adapters.items()}
+    # mlx-lm puts `language_model.` before the names in multimodal models, mlx-vlm in place of it.
+    return {f"model.{name[name.index('layers.') :]}": each for name, each in adapters.items()}
 
 
 def distance(a: Parameters, b: Parameters) -> float:

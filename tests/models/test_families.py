@@ -111,7 +111,7 @@ def test_steps_on_experts_are_those_of_mlx_lm(family: str, tmp_path: Path):
     pairs = zip(reference.init_lora(arch, rank, 0), arch.blocks, strict=True)
     for i, (flat, block) in enumerate(pairs):
         for name, (a, b) in reference.unpack_lora(flat, block).items():
-            path = f"{arch.mlx_prefix}.layers.{i}.{name}"
+            path = f"{arch.mlx_root}model.layers.{i}.{name}"
             turn = (lambda m: m.swapaxes(1, 2)) if a.ndim == 3 else (lambda m: m)
             start |= {f"{path}.lora_a": turn(a), f"{path}.lora_b": turn(b)}
     model.load_weights(list(start.items()), strict=False)

@@ -92,7 +92,7 @@ def test_the_text_by_the_names_that_it_is_published_under(config, text, others):
     arch = bundle.architecture
     prefixes = ("language_model.model", "model.language_model")
     if config is SMOLVLM:
-        prefixes = ("model", "model.text_model")
+        prefixes = ("language_model", "model.text_model")
     assert (arch.mlx_prefix, arch.hf_prefix) == prefixes
     assert read_limits(bundle.path)[0] == config.get("max_position_embeddings", 32768)
     model = mlx_lm_model(config)

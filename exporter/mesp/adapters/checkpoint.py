@@ -21,7 +21,7 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
     arch = bundle.architecture
     family = FAMILIES[arch.model_type]
     fused = dict(tree_flatten(model.parameters()))
-    prefix = arch.mlx_prefix.removesuffix("model")
+    prefix = arch.mlx_root
     stored, found = bundle.checkpoint(), {}
     for name, array in stored.items():
         stem, _, part = name.rpartition(".")

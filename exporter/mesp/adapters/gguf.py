@@ -126,7 +126,7 @@ _Tensor = tuple[float, np.ndarray, np.ndarray, np.ndarray | None]
 def _tensors(adapters: AdapterSum, arch: Architecture) -> dict[str, _Tensor]:
     names, found = _names(arch), {}
     for path, (a, b) in adapters.matrices.items():
-        layer, _, module = path.removeprefix(f"{arch.mlx_prefix}.layers.").partition(".")
+        layer, _, module = path.removeprefix(f"{arch.mlx_root}model.layers.").partition(".")
         block, down, up = arch.blocks[int(layer)], np.array(a), np.array(b)
         # experts' A [experts, rank, in] and B [experts, out, rank] are not transposed
         if a.ndim == 2:

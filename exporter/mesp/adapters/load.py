@@ -282,7 +282,7 @@ def _layers(
             found.append(
                 _Layer(
                     names=names,
-                    paths=tuple(f"{arch.mlx_prefix}.layers.{index}.{part}" for part in parts),
+                    paths=tuple(f"{arch.mlx_root}model.layers.{index}.{part}" for part in parts),
                     stack=tuple(stack),
                     inputs=inputs,
                     outputs=tuple(adapted[part][-2] for part in parts),

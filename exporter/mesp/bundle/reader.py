@@ -201,7 +201,7 @@ class Bundle:
             raise self._other_model() from error
 
         weights = self.checkpoint()
-        weights = {arch.mlx_prefix.removesuffix("model") + n: a for n, a in weights.items()}
+        weights = {arch.mlx_root + n: a for n, a in weights.items()}
         if hasattr(model, "sanitize"):
             weights = model.sanitize(weights)
         for name, array in weights.items():  # mlx-lm's LFM2-VL takes only turned convolutions

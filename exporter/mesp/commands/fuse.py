@@ -129,7 +129,7 @@ def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> st
     if not quantized:
         kinds = dict.fromkeys(describe_quantization(had.of(name)) for name in had.others)
         return f"No matrix is quantized any more: they had {', or '.join(kinds)}."
-    prefix = bundle.architecture.mlx_prefix.removesuffix("model")
+    prefix = bundle.architecture.mlx_root
     changes = Counter(
         (had.of(path.removeprefix(prefix)), Quantization(now["bits"], now["group_size"]))
         for path, now in quantized.items()

@@ -208,6 +208,11 @@ class Architecture:
         )
 
     @property
+    def mlx_root(self) -> str:
+        """The prefix of `model.layers` in mlx-lm's model."""
+        return self.mlx_prefix[: -len("model")] if self.mlx_prefix.endswith(".model") else ""
+
+    @property
     def has_experts(self) -> bool:
         return any(mlp.experts for mlp in self.mlps)
 

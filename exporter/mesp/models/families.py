@@ -81,7 +81,7 @@ class Family:
     # several of MeSP's layers in equal parts. `hf_experts` has such layers for experts' matrices.
     hf_modules: Modules = ()
     hf_experts: Modules = ()
-    mlx_prefix: str = "model"  # the prefix of `.layers` in adapters for mlx-lm
+    mlx_prefix: str = "model"  # the prefix of `.layers` in adapters for mlx-lm or mlx-vlm
     hf_prefix: str = "model"
     activation: str = "silu"
     full_every: float = 1
@@ -206,7 +206,10 @@ def _read_minicpm(config: dict[str, Any]) -> dict[str, Any]:
 
 
 _LLAMA = Family(takes=("attention_bias",))
-_SMOLVLM = replace(_LLAMA, texts=("llama",), mlx_type="llama", hf_prefix="model.text_model")
+_SMOLVLM = replace(
+    _LLAMA, texts=("llama",), mlx_type="llama", mlx_prefix="language_model",
+    hf_prefix="model.text_model",
+)  # fmt: skip
 _MISTRAL = Family(full_every=math.inf)
 # The class has no window unless `use_sliding_window` is true, which VARIANTS refuses.
 _NO_WINDOW = {"sliding_window": None}

@@ -50,7 +50,7 @@ class Quantizations:
 
         The value is the main quantization, with entries for the modules in `others`.
         """
-        prefix = arch.mlx_prefix.removesuffix("model")
+        prefix = arch.mlx_root
         others = {f"{prefix}{name}": each and asdict(each) for name, each in self.others.items()}
         if arch.tie_word_embeddings and not arch.is_tied_in_mlx_lm:
             others.pop(f"{prefix}lm_head", None)

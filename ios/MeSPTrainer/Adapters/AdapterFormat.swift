@@ -92,11 +92,12 @@ package enum AdapterFormat {
     ) -> [String: Any] {
         switch self {
         case .mlx:
+            var parameters: [String: Any] = ["rank": rank, "scale": scale, "dropout": dropout]
+            // mlx-lm's keys are names within a block, mlx-vlm's are whole names. Without keys both adapt all matrices of a block, and B is 0 where the
+            // file has none.
+            if architecture.mlxPrefix == "model" || architecture.hasExperts { parameters["keys"] = modules.map(\.name) }
             return [
-                "fine_tune_type": isDoRA ? "dora" : "lora", "num_layers": blocks.count,
-                "lora_parameters": [
-                    "rank": rank, "scale": scale, "dropout": dropout, "keys": modules.map(\.name),
-                ] as [String: Any],
+                "fine_tune_type": isDoRA ? "dora" : "lora", "num_layers": blocks.count, "lora_parameters": parameters,
             ]
         case .peft:
             let allBlocks = blocks.count == architecture.numHiddenLayers

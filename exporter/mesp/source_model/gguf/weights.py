@@ -12,7 +12,6 @@ import numpy as np
 from mesp.block_function.dequantize import pack
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture, Block
-from mesp.models.families import FAMILIES
 from mesp.models.quantization_formats import Quantization
 from mesp.models.tensor_names import name_of_stacked
 from mesp.quantization import least_squares
@@ -69,7 +68,7 @@ class GGUFWeights:
             sizes[_quantization(kind)] += size
         main = sizes.most_common(1)[0][0]
         entries: dict[str, Any] = _entry(main)
-        prefix = FAMILIES[self.arch.model_type].mlx_prefix.removesuffix("model")
+        prefix = self.arch.mlx_root
         for name in self.matrices:
             quantization = _quantization(self._tensor(f"{name}.weight").type)
             if quantization != main:
