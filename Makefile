@@ -64,8 +64,9 @@ $(READY): pyproject.toml $(LOCK)
 	$(INSTALL) $(if $(LOCK),--no-deps --no-build-isolation) --editable '.[report]'
 	@touch $@
 
-$(DEV): $(READY)
+$(DEV): $(READY) .ci/vision.txt
 	$(if $(LOCK),,$(INSTALL) --editable '.[report,dev]')
+	$(INSTALL) --no-deps --require-hashes --requirement .ci/vision.txt
 	@touch $@
 
 # For every system and every Python from 3.11 on. The image gets the same versions, and setuptools, which builds the package.
