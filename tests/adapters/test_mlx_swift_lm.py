@@ -147,8 +147,6 @@ def load(folder: Path, model: Model, arch: Architecture, fit: bool = False) -> L
     weights = mx.load(str(folder / WEIGHTS))
     if fit and model.prefix == WHOLE:
         weights = {name.removeprefix("language_model."): each for name, each in weights.items()}
-    if fit and model.prefix == OF_SMOLVLM:
-        weights = {name.replace("model", OF_SMOLVLM, 1): each for name, each in weights.items()}
     count = decoded(config, "num_layers", int)
     return put(kind, weights, keys, count, rank, scale, model, arch)
 

@@ -67,13 +67,9 @@
             let dtype = model.parameters().flattened()
                 .first { $0.0.hasSuffix(".scales") && $0.1.dtype.isFloatingPoint }?.1.dtype
             let matrices = parameters.flattened().map { name, matrix -> (String, MLXArray) in
+                let module = name.split(separator: ".").dropLast().joined(separator: ".")
                 let short = name.replacing("language_model.", with: "", maxReplacements: 1)
-                // MLXVLM's SmolVLM has its layers there.
-                let other = short.replacing("model.", with: "language_model.", maxReplacements: 1)
-                let its = [name, short, other].first {
-                    modules.contains($0.split(separator: ".").dropLast().joined(separator: "."))
-                }
-                return (its ?? short, dtype.map { matrix.asType($0) } ?? matrix)
+                return (modules.contains(module) ? name : short, dtype.map { matrix.asType($0) } ?? matrix)
             }
             let lora = configuration.loraParameters
             return LoRAContainer(
