@@ -17,6 +17,7 @@ from PIL import Image
 from helpers.commands import call, run
 from helpers.oracle import Oracle, Recipe, distance, saved
 from helpers.vision_models import FAMILIES, picture, write_vision_model
+from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.runs.log import RunLog
 from mesp.vision import VisionTower
@@ -159,7 +160,6 @@ def test_what_takes_no_images_says_so(data: Path, tmp_path: Path):
     model = write_vision_model(tmp_path / "model", "smolvlm")
     bundle = export(model, data).path
     refused("give the data to mesp-export", "data", bundle, "--data", data)
-    refused("which only training takes", "evaluate", bundle, data)
     pair = {"prompt": [asked({"type": "image", "image": "a.png"})],
             "chosen": [answered("A.")], "rejected": [answered("B.")]}  # fmt: skip
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
@@ -182,3 +182,39 @@ def test_adapters_load_in_mlx_vlm(family: str, data: Path, tmp_path: Path):
     parameters = dict(tree_flatten(adapted.parameters()))
     adapters = mx.load(str(out / "adapters" / "adapters.safetensors"))
     assert all(mx.array_equal(parameters[name], each) for name, each in adapters.items())
+
+
+@families
+def test_answers_are_those_of_mlx_lm_with_mlx_vlms_rows(family: str, data: Path, tmp_path: Path):
+    model = write_vision_model(tmp_path / "model", family)
+    bundle, out = export(model, data), tmp_path / "figures.json"
+    processor = utils.load(str(model))[1]
+    image = data.with_name("b.png")
+    messages = [asked({"type": "image"}, text("Which?"))]
+    prompt = processor.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    inputs = utils.prepare_inputs(processor, images=[Image.open(image)], prompts=prompt)
+    rows = VisionTower.open(model).features(image).rows
+    of_text = reference.Model.of(bundle)
+    ids = inputs["input_ids"][0].tolist()
+    lora = reference.init_lora(bundle.architecture, 8, 0)
+    token, expected = VisionTower.open(model).image_token_id, []
+    for _ in range(8):
+        is_row = np.array(ids) == token
+        places = mx.array(np.where(is_row, np.cumsum(is_row), 0))
+        hidden, _ = reference.forward(of_text, lora, mx.array(ids), 2.0, images=(rows, places))
+        logits = reference.logits(hidden[-1], of_text.head, bundle.architecture)
+        ids.append(mx.argmax(logits[0, -1]).item())
+        expected.append(ids[-1])
+    wanted = processor.tokenizer.decode(expected)
+    vision = ("--vision", model)
+    written = call(
+        "generate", bundle.path, "--prompt", "Which?", "--image", image, "--max-tokens", 8, *vision
+    )
+    assert written.stdout.removesuffix("\n") == wanted
+    call("evaluate", bundle.path, data, "--max-tokens", 8, "--out", out, "--at-once", 3, *vision)
+    samples = json.loads(out.read_text())["samples"][0]
+    assert samples[2]["written"] == wanted
+    done = run("evaluate", bundle.path, data)
+    assert done.returncode == 2 and "--vision" in done.stderr

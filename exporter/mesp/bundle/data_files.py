@@ -18,6 +18,7 @@ from mesp.bundle.manifest import (
     describe_files,
     read_manifest,
 )
+from mesp.data.image_encoder import name_of
 from mesp.data.splits import Split
 from mesp.errors import plain_os_errors
 from mesp.files import create, read_object, remove_link, sync
@@ -41,7 +42,7 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
         places = write(f"{name}.places.bin", split.places, "<u4")
         if places is None or rows is None:
             return None
-        return ImageRows(images, rows.shape[0], str(rows.dtype).split(".")[-1], places)
+        return ImageRows(images, rows.shape[0], name_of(rows), places)
 
     def write(file: str, array: np.ndarray | None, dtype: str) -> str | None:
         if array is None:

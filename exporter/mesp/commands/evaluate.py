@@ -9,7 +9,7 @@ from rich.console import Console
 from mesp.commands.command import Command, several
 from mesp.commands.data_options import ignore_option
 from mesp.commands.progress_bars import evaluation_progress
-from mesp.commands.prompt_options import prompt_options
+from mesp.commands.prompt_options import prompt_options, vision_option
 from mesp.errors import MespError
 from mesp.evaluation.evaluate import MAX_LENGTH, MAX_TOKENS, check_unused, evaluate
 from mesp.evaluation.evaluated_model import AT_ONCE
@@ -76,6 +76,7 @@ from mesp.settings.train_settings import TrainSettings
 @click.option(
     "--num-fewshot", type=click.IntRange(min=0), help="Examples before each question of a task."
 )
+@vision_option
 @click.option("--out", type=click.Path(path_type=Path), help="Write all figures there, as JSON.")
 def main(
     bundle: Path, data: str | None, tasks: tuple[str, ...], include_path: Path | None,

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mesp.commands.command import Command, several
-from mesp.commands.prompt_options import prompt_options, weights_option
+from mesp.commands.prompt_options import prompt_options, vision_option, weights_option
 from mesp.data.source_files import read_utf8
 from mesp.engine.generate import TextStream
 from mesp.formatting import decimal, megabytes, printable
@@ -25,6 +25,11 @@ from mesp.settings.train_settings import TrainSettings
 )  # fmt: skip
 @weights_option
 @click.option("--prompt", required=True, help="The text to continue; - reads standard input.")
+@click.option(
+    "--image", "images", type=click.Path(path_type=Path), multiple=True,
+    help="An image before the prompt; repeatable.",
+)  # fmt: skip
+@vision_option
 @click.option(
     "--max-tokens", type=click.IntRange(min=1), default=256, help="Most tokens of the text."
 )

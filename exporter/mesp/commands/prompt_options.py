@@ -13,6 +13,11 @@ weights_option = several(
     help="A factor from 0 to 10 for each of --adapters.",
 )  # fmt: skip
 
+vision_option = click.option(
+    "--vision", metavar="MODEL", show_default="the model that the bundle is of",
+    help="The model whose vision tower reads images, as mesp-export takes it.",
+)  # fmt: skip
+
 
 def read_json(_: click.Context, option: click.Parameter, value: str | None) -> Any:
     return None if value is None else read_value(option.opts[0], value)

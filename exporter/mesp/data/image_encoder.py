@@ -6,17 +6,25 @@ place, and the rows of the image take the place of their embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from mesp.bundle.manifest import Manifest
 from mesp.data.images import Image
 from mesp.data.loss_mask import Encoded
 from mesp.errors import MespError
+from mesp.source_model.find import find_source
 from mesp.vision import VisionTower
+
+
+def name_of(rows: mx.array) -> str:
+    return str(rows.dtype).rpartition(".")[2]
 
 
 class _Place(NamedTuple):
@@ -45,6 +53,45 @@ class ImageEncoder:
             self._parts.append(features.rows)
             self._count += features.rows.shape[0]
         return self._places[id(features.rows)]
+
+    @classmethod
+    def of_bundle(cls, bundle: Manifest, vision: str | None, tokenizer: Any) -> ImageEncoder:
+        """`vision` is the model with the vision tower; None: the one that the bundle is of."""
+        try:
+            source = find_source(vision or bundle.model.id, False)
+        except MespError as error:
+            raise MespError(
+                f"Images need the vision tower of {bundle.model.id}, which is not found: name the "
+                "model's folder with --vision."
+            ) from error
+        if source.folder is None:
+            raise MespError(f"{source.name} has no vision tower.")
+        return cls(VisionTower.open(source.folder), tokenizer)
+
+    def add(self, images: Iterable[Image]) -> None:
+        for image in images:
+            self._place(image)
+
+    @contextmanager
+    def rows_file(self) -> Iterator[dict[str, Any] | None]:
+        """Writes the rows of all images so far for the engine, as in a bundle."""
+        rows = self.rows
+        if rows is None:
+            yield None
+            return
+        with NamedTemporaryFile() as file:
+            file.write(bytes(memoryview(rows)))  # type: ignore[arg-type]
+            file.flush()
+            yield {"file": file.name, "count": rows.shape[0], "dtype": name_of(rows)}
+
+    def prompt(self, ids: list[int], images: Sequence[Image]) -> list[int]:
+        """Returns a prompt's ids, with -1 - r for a token whose embedding is row r."""
+        encoded = self.put(Encoded(ids, np.zeros(len(ids), bool)), images)
+        assert encoded.places is not None
+        return [
+            -int(place) if place else id
+            for id, place in zip(encoded.ids, encoded.places, strict=True)
+        ]
 
     def put(self, encoded: Encoded, images: Sequence[Image]) -> Encoded:
         """Replaces each image token by the tokens of its image, which are never in the loss.

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mesp.data.chat_template import Rendering
 from mesp.data.fields import OPTIONS, refuse_unread
+from mesp.data.image_encoder import ImageEncoder
+from mesp.data.images import IMAGE, Image
 from mesp.data.messages import check_options
 from mesp.data.plain_text import encode_plain_prompt
 from mesp.data.records import Conversation
@@ -35,12 +37,14 @@ def encode_prompt(
     system: str | None = None,
     split_special: bool = False,
     options: Mapping[str, Any] | None = None,
+    images: Sequence[Image] = (),
+    encoder: ImageEncoder | None = None,
 ) -> list[int]:
     """Returns the token ids of `prompt`, for generation.
 
     With `chat`, the prompt becomes a user's message in the chat template. If `chat` is None, the
     template is used if there is one. With `split_special`, special tokens in `prompt` and `system`
-    are encoded as ordinary text.
+    are encoded as ordinary text. `images` come before the prompt.
     """
     try:
         prompt.encode()
@@ -50,15 +54,17 @@ def encode_prompt(
     if chat and not tokenizer.has_chat_template:
         raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
     is_chat = chat is not False and tokenizer.has_chat_template
+    if images and not is_chat:
+        raise MespError("Images are part of a chat template, which is not used here.")
     if system and not is_chat:
         raise MespError("A system prompt is part of a chat template, which is not used here.")
     with plain_errors("The prompt cannot be tokenized"):
         if is_chat:
             messages = [{"role": "system", "content": system}] if system else []
-            messages.append({"role": "user", "content": prompt})
+            messages.append({"role": "user", "content": IMAGE * len(images) + prompt})
             try:
-                conversation = Conversation(messages, options=options or {})
-                tokens = encode_in_template(tokenizer, conversation, split_special)
+                conversation = Conversation(messages, options=options or {}, images=(*images,))
+                tokens = encode_in_template(tokenizer, conversation, split_special, encoder)
             except MespError as error:
                 raise MespError(f"The prompt cannot be tokenized: {error.message}") from error
         else:
@@ -69,10 +75,16 @@ def encode_prompt(
 
 
 def encode_in_template(
-    tokenizer: Any, conversation: Conversation, split_special: bool = False
-) -> list[int]:
+    tokenizer: Any, conversation: Conversation, split_special: bool = False,
+    encoder: ImageEncoder | None = None,
+) -> list[int]:  # fmt: skip
     rendering = render_checked(tokenizer, conversation, split_special)
-    return rendering.encode(len(conversation.messages), asks=True)
+    ids = rendering.encode(len(conversation.messages), asks=True)
+    if not conversation.images:
+        return ids
+    if encoder is None:
+        raise MespError("it has images, which this cannot take.")
+    return encoder.prompt(ids, conversation.images)
 
 
 def render_checked(tokenizer: Any, conversation: Conversation, split_special: bool) -> Rendering:
@@ -81,8 +93,6 @@ def render_checked(tokenizer: Any, conversation: Conversation, split_special: bo
     """
     if not tokenizer.has_chat_template:
         raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")
-    if conversation.images:
-        raise MespError("it has images, which only training takes")
     with plain_errors("the chat template refuses the messages"):
         rendering = Rendering(tokenizer, conversation, split_special)
         _, unread = rendering.check()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from mesp.adapters.weighted import StrPath, weigh
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.data.fields import OPTIONS
+from mesp.data.image_encoder import ImageEncoder
 from mesp.data.prompts import as_trained, encode_prompt
 from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine import process
@@ -41,6 +43,9 @@ class TextStream:
         split_special_tokens: Whether special tokens in the prompts are encoded as ordinary text;
             None: as the bundle's data.
         chat_template_kwargs: Options of the chat template; None: as the bundle's data.
+        images: Image files, or their bytes, that come before the prompt.
+        vision: The model whose vision tower reads images, as `export` takes it; None: the one that
+            the bundle is of.
 
     Raises:
         MespError: The bundle, the adapters, their weights or the prompt cannot be used, or the
@@ -63,6 +68,8 @@ class TextStream:
         chat: bool | None = None,
         split_special_tokens: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        images: Sequence[Path | bytes] = (),
+        vision: str | None = None,
     ) -> None:
         stack = weigh(adapters, weights)
         path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
@@ -72,16 +79,25 @@ class TextStream:
             manifest.encoding, bool(manifest.data), chat=chat,
             split_special_tokens=split_special_tokens, chat_template_kwargs=chat_template_kwargs,
         )  # fmt: skip
-        split = bool(how["split_special_tokens"])
+        split, encoder = bool(how["split_special_tokens"]), None
+        if images:
+            encoder = ImageEncoder.of_bundle(manifest, vision, self._tokenizer)
         tokens = encode_prompt(
-            self._tokenizer, prompt, how["chat"], system_prompt, split, how[OPTIONS]
-        )
+            self._tokenizer, prompt, how["chat"], system_prompt, split, how[OPTIONS], images,
+            encoder,
+        )  # fmt: skip
         self.prompt_tokens = len(tokens)
         self.end: Record = {}
-        self._records = process.generate(
-            path, tokens, adapters=stack, device=device, stop=self._tokenizer.eos_token_ids,
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed,
-        )  # fmt: skip
+
+        def records() -> Iterator[Record]:
+            with encoder.rows_file() if encoder else nullcontext() as file:
+                yield from process.generate(
+                    path, tokens, adapters=stack, device=device,
+                    stop=self._tokenizer.eos_token_ids, images=file, max_tokens=max_tokens,
+                    temperature=temperature, top_p=top_p, seed=seed,
+                )  # fmt: skip
+
+        self._records = records()
 
     def __iter__(self) -> Iterator[str]:
         detokenizer = self._tokenizer.detokenizer
@@ -111,6 +127,8 @@ def generate(
     chat: bool | None = None,
     split_special_tokens: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    images: Sequence[Path | bytes] = (),
+    vision: str | None = None,
 ) -> str:
     """Returns the text that a bundle's model writes after a prompt, in whole.
 
@@ -121,7 +139,7 @@ def generate(
         bundle, prompt, adapters=adapters, weights=weights, max_tokens=max_tokens,
         temperature=temperature, top_p=top_p, seed=seed, device=device,
         system_prompt=system_prompt, chat=chat, split_special_tokens=split_special_tokens,
-        chat_template_kwargs=chat_template_kwargs,
+        chat_template_kwargs=chat_template_kwargs, images=images, vision=vision,
     )  # fmt: skip
     text = "".join(stream)
     if stream.end["reason"] == "stopped":

@@ -281,19 +281,24 @@ def generate(
     adapters: Sequence[WeightedAdapters] = (),
     stop: Iterable[int] = (),
     device: str | None = None,
+    images: dict[str, Any] | None = None,
     **sampling: float,
 ) -> Iterator[Record]:
-    """Yields the engine's records. `sampling` replaces values of `SAMPLING`."""
-    settings = _settings_of_model(bundle, adapters, device) | SAMPLING | sampling
+    """Yields the engine's records. `sampling` replaces values of `SAMPLING`. `images` describes a
+    file of rows. A token -1 - r stands for row r.
+    """
+    settings = _settings_of_model(bundle, adapters, device, images) | SAMPLING | sampling
     return stream_records("generate", settings | {"prompt": list(prompt), "stop": sorted(stop)})
 
 
 def _settings_of_model(
-    bundle: Path, adapters: Sequence[WeightedAdapters], device: str | None
-) -> dict[str, Any]:
+    bundle: Path, adapters: Sequence[WeightedAdapters], device: str | None,
+    images: dict[str, Any] | None,
+) -> dict[str, Any]:  # fmt: skip
     check_device(device)
     named = [{"folder": str(each.folder.resolve()), "weight": each.weight} for each in adapters]
-    return {"bundle": str(bundle.resolve()), "device": device, "adapters": named}
+    found = {"bundle": str(bundle.resolve()), "device": device, "adapters": named}
+    return found | ({"images": images} if images else {})
 
 
 class Score(NamedTuple):
@@ -364,9 +369,10 @@ class Evaluator:
 
 @contextmanager
 def evaluator(
-    bundle: Path, adapters: Sequence[WeightedAdapters] = (), device: str | None = None
-) -> Iterator[Evaluator]:
-    settings = _settings_of_model(bundle, adapters, device)
+    bundle: Path, adapters: Sequence[WeightedAdapters] = (), device: str | None = None,
+    images: dict[str, Any] | None = None,
+) -> Iterator[Evaluator]:  # fmt: skip
+    settings = _settings_of_model(bundle, adapters, device, images)
     with running(["evaluate"], settings, stdin=subprocess.PIPE) as started:
         try:
             yield Evaluator(started)

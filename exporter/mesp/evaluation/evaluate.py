@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,9 @@ from mesp.adapters.weighted import StrPath, describe, list_folders, weigh
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.data.fields import OPTIONS
+from mesp.data.image_encoder import ImageEncoder
 from mesp.data.prompts import as_trained
+from mesp.data.records import Conversation
 from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.errors import MespError
 from mesp.evaluation.evaluated_model import AT_ONCE, EvaluatedModel, running_model
@@ -66,6 +69,7 @@ def evaluate(
     ignore: Sequence[str] = (),
     split_special_tokens: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    vision: str | None = None,
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
     """Measures how good a bundle's model is, with and without adapters.
@@ -103,6 +107,8 @@ def evaluate(
             None: as the bundle's data.
         chat_template_kwargs: Options of the chat template for records that have none; None: as the
             bundle's data.
+        vision: The model whose vision tower reads images, as `export` takes it; None: the one that
+            the bundle is of.
         progress: Called with the progress of the evaluation.
 
     Raises:
@@ -118,6 +124,7 @@ def evaluate(
         raise MespError("Name either a file to measure on, or --tasks.")
     written = {"--max-tokens": max_tokens, "--stop": stop, "--extract": extract, "--json": is_json}
     of_data = {"--ignore": ignore, "--split-special-tokens": split_special_tokens}
+    tokenizer, encoder = load_bundle_tokenizer(path), None
     total: int | None
     one: Callable[[EvaluatedModel, Callable[[], None]], tuple[list[Metric], Any]]
     if tasks is not None:
@@ -139,13 +146,17 @@ def evaluate(
             manifest.encoding, bool(manifest.data), chat=chat,
             split_special_tokens=split_special_tokens, chat_template_kwargs=chat_template_kwargs,
         )  # fmt: skip
+        prompts = (each.prompt for each in records if isinstance(each, AnswerRecord))
+        images = [i for each in prompts if isinstance(each, Conversation) for i in each.images]
+        if images:
+            encoder = ImageEncoder.of_bundle(manifest, vision, tokenizer)
+            encoder.add(images)
         options = ScoringOptions(
             how["chat"], max_tokens or MAX_TOKENS, tuple(stop), _pattern(extract), is_json,
-            bool(how["split_special_tokens"]), how[OPTIONS] or {},
+            bool(how["split_special_tokens"]), how[OPTIONS] or {}, encoder,
         )  # fmt: skip
         one, total = partial(score_records, records=records, options=options), len(records)
 
-    tokenizer = load_bundle_tokenizer(path)
     positions, limit = read_limits(path)
     if limit and max_length and max_length > limit:
         raise MespError(
@@ -162,7 +173,10 @@ def evaluate(
     measured, cut = [], 0
     for weighted, name in zip(models, names, strict=True):
         shown = Task(progress, name or "base", total)
-        with running_model(path, weighted, tokenizer, max_length, at_once, device) as model:
+        with (
+            encoder.rows_file() if encoder else nullcontext() as file,
+            running_model(path, weighted, tokenizer, max_length, at_once, device, file) as model,
+        ):
             measured.append(one(model, shown.advance))
         cut = max(cut, model.cut)
     return Evaluation(

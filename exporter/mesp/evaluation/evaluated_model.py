@@ -134,6 +134,7 @@ def running_model(
     max_length: int,
     at_once: int = AT_ONCE,
     device: str | None = None,
+    images: dict[str, Any] | None = None,
 ) -> Iterator[EvaluatedModel]:
-    with evaluator(bundle, adapters, device) as engine:
+    with evaluator(bundle, adapters, device, images) as engine:
         yield EvaluatedModel(engine, tokenizer, max_length, at_once)

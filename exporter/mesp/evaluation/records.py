@@ -55,7 +55,7 @@ def read_records(data: str, limit: int | None, ignored: tuple[str, ...] = ()) ->
     records: list[Record] = []
     for where, content in islice(rows, limit):
         record = {"text": content} if isinstance(content, str) else content
-        records.append(_record(where, record, ignored))
+        records.append(_record(where, record, ignored, Path(data).parent))
         if type(records[-1]) is not type(records[0]):
             raise MespError(
                 f"{records[-1].where} is of another kind than the first; keep one kind."
@@ -65,8 +65,8 @@ def read_records(data: str, limit: int | None, ignored: tuple[str, ...] = ()) ->
     return records
 
 
-def _record(where: str, record: dict[str, Any], ignored: tuple[str, ...]) -> Record:
-    fields = Fields(where, record, Selection(ignored=ignored))
+def _record(where: str, record: dict[str, Any], ignored: tuple[str, ...], folder: Path) -> Record:
+    fields = Fields(where, record, Selection(ignored=ignored), folder)
     if fields.has("choices"):
         question = _question(where, fields)
         refuse_unread([(where, fields.left())])

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from mesp.data.chat_template import Rendering
+from mesp.data.image_encoder import ImageEncoder
 from mesp.data.prompts import encode_in_template, encode_prompt, render_checked
 from mesp.data.records import Conversation
 from mesp.data.special_tokens import encode_split, special_pattern, tokens
@@ -30,6 +31,7 @@ class ScoringOptions:
     is_json: bool = False
     split_special: bool = False
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    images: ImageEncoder | None = None
 
 
 Sample = dict[str, Any]
@@ -161,4 +163,4 @@ def _prompt(tokenizer: Any, record: AnswerRecord, options: ScoringOptions) -> li
     if options.chat is False:
         raise MespError("messages go through the chat template; leave out --no-chat")
     asked = replace(record.prompt, options=record.prompt.options or options.kwargs)
-    return encode_in_template(tokenizer, asked, split)
+    return encode_in_template(tokenizer, asked, split, options.images)

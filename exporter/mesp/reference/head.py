@@ -19,7 +19,7 @@ def cross_entropy(
     x [1, T, hidden] is the last block's output. targets [T] are int. weights w [T] are 1 / T by
     default. ℒ [] is in nats, and with the default weights in nats per token.
     """
-    z = _logits(x, head, arch)
+    z = logits(x, head, arch)
     z_target = mx.take_along_axis(z, targets[None, :, None], axis=-1)[..., 0]
     losses = mx.logsumexp(z, axis=-1) - z_target
     return mx.mean(losses) if weights is None else mx.sum(weights * losses)
@@ -37,7 +37,7 @@ def cross_entropy_backward(
     dz = w ∘ cap'(z) ∘ (softmax(z) - onehot(target))
     d_normed = dz W        dx = rms_norm_backward(x, d_normed)
     """
-    z = _logits(x, head, arch)
+    z = logits(x, head, arch)
     onehot = mx.arange(z.shape[-1]) == targets[:, None]
     dz = mx.softmax(z, axis=-1) - onehot
     dz = dz / targets.size if weights is None else weights[:, None] * dz
@@ -45,7 +45,8 @@ def cross_entropy_backward(
     return rms_norm_backward(x, d_normed, head["norm"].astype(mx.float32), arch.rms_norm_eps)
 
 
-def _logits(x: mx.array, head: Weights, arch: Architecture) -> mx.array:
+def logits(x: mx.array, head: Weights, arch: Architecture) -> mx.array:
+    """Returns z [1, T, vocab_size] = cap(RMSNorm(x) Wᵀ) of x [1, T, hidden]."""
     normed = rms_norm(x, head["norm"].astype(mx.float32), arch.rms_norm_eps)
     return soft_cap(normed @ _matrix(head, x).T, arch.final_logit_softcapping)
 

@@ -220,6 +220,14 @@ package struct ModelBundle {
         return try tokens(entry, "train", in: folder)
     }
 
+    /// Returns rows of images for this model, `[n, hidden]`.
+    package func rows(_ rows: Data, _ dtype: ElementType) throws -> ImageRows {
+        guard architecture.embeddingScale == 1, architecture.perLayer == nil,
+            [.float16, .bfloat16, .float32].contains(dtype)
+        else { throw MeSPError("The embeddings of \(manifest.name) cannot take images; leave them out.") }
+        return ImageRows(rows: rows, dtype: dtype, width: architecture.hiddenSize * dtype.dtype.size, places: Data())
+    }
+
     private func tokens(_ entry: Manifest.Tokens, _ split: String, in folder: URL) throws -> TokenStream {
         func data(_ file: String, _ count: Int, width: Int) throws -> Data {
             guard let data = regularFile(folder.appendingPathComponent(file)) else {
@@ -238,15 +246,12 @@ package struct ModelBundle {
             begin: entry.begin, packsExamples: entry.pack ?? false,
             images: try entry.images.map { images in
                 let width = architecture.hiddenSize * images.dtype.dtype.size
-                return ImageRows(
-                    rows: try data(images.file, images.count, width: width), dtype: images.dtype, width: width,
-                    places: try data(images.places, entry.tokens, width: 4))
+                var rows = try rows(try data(images.file, images.count, width: width), images.dtype)
+                rows.places = try data(images.places, entry.tokens, width: 4)
+                return rows
             })
         try explaining {
             try stream.check(vocabulary: architecture.vocabSize)
-            guard stream.images == nil || architecture.embeddingScale == 1 && architecture.perLayer == nil else {
-                throw MeSPError("has images, which this family's embeddings cannot take")
-            }
         } as: {
             "The \(split) data of \(folder.path) \($0); export it again."
         }

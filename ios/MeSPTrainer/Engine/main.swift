@@ -114,11 +114,24 @@ func openModel(_ file: URL) throws -> Evaluator {
         let bundle: String
         let device: Backend?
         let adapters: [Adapters]
+        let images: Images?
+
+        struct Images: Decodable {
+            let file: String
+            let dtype: ElementType
+        }
     }
     let settings: Settings = try readSettings(file)
+    let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle), device: settings.device)
+    let images = try settings.images.map { images in
+        guard let rows = regularFile(URL(fileURLWithPath: images.file)) else {
+            throw MeSPError("\(images.file) is not a file.")
+        }
+        return try bundle.rows(rows, images.dtype)
+    }
     return try Evaluator(
-        ModelBundle(url: URL(fileURLWithPath: settings.bundle), device: settings.device),
-        adapters: settings.adapters.map { .init(URL(fileURLWithPath: $0.folder), weight: $0.weight) })
+        bundle, adapters: settings.adapters.map { .init(URL(fileURLWithPath: $0.folder), weight: $0.weight) },
+        images: images)
 }
 
 func generate(_ file: URL) throws {

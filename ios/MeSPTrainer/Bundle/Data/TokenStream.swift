@@ -42,19 +42,23 @@ package struct ImageRows: Sendable, Equatable {
     let dtype: ElementType
     /// The bytes of a row.
     let width: Int
-    let places: Data
+    var places: Data
 
     package init(rows: Data, dtype: ElementType, width: Int, places: Data) {
         (self.rows, self.dtype, self.width, self.places) = (rows, dtype, width, places)
     }
 
-    var count: Int { rows.count / width }
+    package var count: Int { rows.count / width }
 
     /// Some of the rows, and the positions in a sequence whose embeddings they replace, ascending.
     package struct Slice: Sendable, Equatable {
         package let positions: [Int]
         package let rows: [Int]
         let of: ImageRows
+
+        package init(positions: [Int], rows: [Int], of images: ImageRows) {
+            (self.positions, self.rows, of) = (positions, rows, images)
+        }
 
         package var dtype: ElementType { of.dtype }
         /// The bytes of the rows, one after the other.
@@ -118,7 +122,7 @@ package struct TokenStream: Sendable {
             }
         }
         if let images {
-            guard [.float16, .bfloat16, .float32].contains(images.dtype), images.places.count == tokens.count else {
+            guard images.places.count == tokens.count else {
                 throw MeSPError("has images that do not fit its tokens")
             }
             for index in 0..<tokenCount where number(images.places, index) != 0 {

@@ -18,9 +18,12 @@ package struct Evaluator {
     /// The model without adapters; nil if `model` has none.
     private let base: CachedModel?
 
-    package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = []) throws {
-        self.init(
-            try CachedModel(bundle, adapters: adapters), base: adapters.isEmpty ? nil : try CachedModel(bundle))
+    /// - Parameter images: rows that stand for tokens below 0 in prompts: row r for the token -1 - r
+    package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = [], images: ImageRows? = nil) throws {
+        var models = [try CachedModel(bundle, adapters: adapters)]
+        if !adapters.isEmpty { models.append(try CachedModel(bundle)) }
+        for index in models.indices { models[index].images = images }
+        self.init(models[0], base: models.count > 1 ? models[1] : nil)
     }
 
     init(_ model: CachedModel, base: CachedModel? = nil) {
@@ -196,9 +199,8 @@ package struct Evaluator {
 
     private func check(_ tokens: [Int], _ what: Sentence) throws {
         guard !tokens.isEmpty else { throw MeSPError("\(what) must be at least one token long.") }
-        let vocabulary = model.bundle.architecture.vocabSize
-        if let token = tokens.first(where: { !(0..<vocabulary).contains($0) }) {
-            throw MeSPError("\(what) holds the token \(token), and the model has \(vocabulary), from 0.")
+        if let token = tokens.first(where: { !model.tokens.contains($0) }) {
+            throw MeSPError("\(what) holds the token \(token), and the model has \(model.tokens.upperBound), from 0.")
         }
     }
 }

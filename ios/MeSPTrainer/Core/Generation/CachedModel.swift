@@ -10,6 +10,8 @@ package struct CachedModel {
     package let bundle: ModelBundle
     /// The maximum number of a text's tokens that go through the blocks together.
     let chunk: Int
+    /// The rows that tokens below 0 stand for: row r for the token -1 - r. Texts with different images so have different tokens.
+    var images: ImageRows?
     private var adapters: LoadedAdapters?
     private(set) var selection: AdapterSelection?
     private var kept: Kept
@@ -215,8 +217,16 @@ package struct CachedModel {
         kept.compiled.insert(length)
     }
 
+    /// The tokens that a text may have; those below 0 stand for rows of `images`.
+    var tokens: Range<Int> { -(images?.count ?? 0)..<bundle.architecture.vocabSize }
+
     private func embedded(_ tokens: ArraySlice<Int>) throws -> MLXArray {
-        try bundle.embed(tokens.map { Int32($0) })[0]
+        let rows = tokens.enumerated().filter { $0.element < 0 }
+        let slice = images.flatMap { images in
+            rows.isEmpty
+                ? nil : ImageRows.Slice(positions: rows.map(\.offset), rows: rows.map { -1 - $0.element }, of: images)
+        }
+        return try bundle.embed(tokens.map { Int32(max($0, 0)) }, images: slice)[0]
     }
 
     private func layerEmbeddings(_ tokens: ArraySlice<Int>, _ x0: MLXArray) throws -> LayerEmbeddings? {

@@ -74,7 +74,7 @@ public struct Generator {
         _ request: Request, continuing cache: inout PromptCache, atBlock: () throws -> Void = {},
         onToken: (Int) throws -> Void
     ) throws -> Summary {
-        try request.check(vocabulary: model.bundle.architecture.vocabSize)
+        try request.check(tokens: model.tokens)
         cache.ready(for: model.selection)
         do {
             return try model.withDevice {
@@ -107,7 +107,7 @@ public struct Generator {
     ) throws {
         try require(
             (1...CachedModel.mostTexts).contains(atOnce), "at_once", "at least 1 and at most \(CachedModel.mostTexts)")
-        for request in requests { try request.check(vocabulary: model.bundle.architecture.vocabSize) }
+        for request in requests { try request.check(tokens: model.tokens) }
         try model.withDevice {
             let texts = requests.enumerated().map { Text(index: $0, request: $1, cache: PromptCache()) }
             try write(
@@ -326,10 +326,10 @@ public struct Generator {
 }
 
 extension Generator.Request {
-    func check(vocabulary: Int) throws {
+    func check(tokens: Range<Int>) throws {
         guard !prompt.isEmpty else { throw MeSPError("The prompt must be at least one token long.") }
-        if let token = prompt.first(where: { !(0..<vocabulary).contains($0) }) {
-            throw MeSPError("The prompt holds the token \(token), and the model has \(vocabulary), from 0.")
+        if let token = prompt.first(where: { !tokens.contains($0) }) {
+            throw MeSPError("The prompt holds the token \(token), and the model has \(tokens.upperBound), from 0.")
         }
         try require(maxTokens >= 1, "max_tokens", "at least 1")
         try require(temperature.isFinite && temperature >= 0, "temperature", "0 or a positive number")
