@@ -58,15 +58,6 @@ LEAST = {"steps": 0}
 # Settings whose declared range is not checked.
 UNBOUNDED = ("seed",)
 # Documentation of settings that mesp-engine reads differently from a command.
-DOCS = {
-    "steps": "Updates of the adapters; 0: evaluate and save the adapters that the run starts from.",
-    "group_size": "Answers that are sampled to each prompt, to be rewarded (GRPO, "
-    "arXiv:2402.03300); nil: train on the data's answers.",
-    "replay_share": "Share of a run's sequences that come from the folder `replay`, so that less "
-    "is forgotten; nil: 0.",
-    "max_forgetting": "Most that the perplexity of `general` may rise, in percent: at the end the "
-    "adapters are weakened to that, or none are kept; nil: keep them as they were trained.",
-}
 CHANGES = (
     "Takes the settings that may change when a run is resumed. No result depends on them, except "
     "that devices round differently."
@@ -100,8 +91,6 @@ class Property:
 
     @property
     def doc(self) -> str:
-        if self.key in DOCS:
-            return DOCS[self.key]
         text = re.sub(
             r"--([a-z-]+)", lambda it: f"`{write_name(it[1].replace('-', '_'))}`", self.setting.help
         )
@@ -115,7 +104,11 @@ class Property:
         kind = self.type + "?" * self.is_optional
         value = "" if self.is_needed or self.is_optional else f" = {self._write_default()}"
         declared = f"    {self.access} var {self.name}: {kind}{value}"
-        return [*write_comment(self.doc, "    "), declared]
+        return [*self.write_comment(self.doc, "    "), declared]
+
+    def write_comment(self, text: str, indent: str) -> list[str]:
+        """The declaration in Python explains what is not public."""
+        return write_comment(text, indent) if self.access == "public" else []
 
     def _write_default(self) -> str:
         if self.setting.choices is not None:
@@ -137,12 +130,12 @@ class Property:
 
     def write_choices(self, indent: str) -> list[str]:
         assert isinstance(self.setting.choices, Mapping)
-        lines = write_comment(re.split("[:;.]", self.setting.help)[0] + ".", indent)
+        lines = self.write_comment(re.split("[:;.]", self.setting.help)[0] + ".", indent)
         lines.append(
             f"{indent}{self.access} enum {self.type}: String, Codable, Sendable, CaseIterable {{"
         )
         for choice, what in self.setting.choices.items():
-            lines += write_comment(what, indent + "    ") if what else []
+            lines += self.write_comment(what, indent + "    ") if what else []
             lines.append(f"{indent}    case {choice}")
         return [*lines, indent + "}"]
 
@@ -176,6 +169,7 @@ def write_struct(properties: list[Property]) -> list[str]:
     needed = [each for each in properties if each.is_needed]
     return [
         "/// Everything that a run depends on: the app's form and `mesp-engine`'s settings file.",
+        "/// `exporter/mesp/settings` explains what is not explained here.",
         "public struct RunSettings: Codable, Sendable, Equatable {",
         *(line for each in properties for line in each.write()),
         "",

@@ -3,138 +3,75 @@
 import MeSPBundle
 
 /// Everything that a run depends on: the app's form and `mesp-engine`'s settings file.
+/// `exporter/mesp/settings` explains what is not explained here.
 public struct RunSettings: Codable, Sendable, Equatable {
-    /// Folder of the bundle.
     package var bundle: String
-    /// Folder that gets `metrics.jsonl` and `adapters/`.
     package var output: String
-    /// Folder of tokens to train on; nil: the bundle's own text.
     package var data: String?
-    /// Updates of the adapters; 0: evaluate and save the adapters that the run starts from.
     package var steps: Int = 100
     /// The method that computes gradients.
     public var method: GradientMethod = .mesp
     /// Tokens a sequence.
     public var seqLen: Int = 256
-    /// Sequences of a batch.
     package var batchSize: Int = 1
-    /// Batches of an update, which is the mean over the targets of all of them.
     package var gradAccumulationSteps: Int = 1
-    /// Seed of the initial adapters and the order of the data.
     package var seed: UInt64 = 0
     /// LoRA rank.
     public var rank: Int = 8
-    /// Numerator of the adapters' scale, alpha / rank.
     package var alpha: Float = 16
-    /// Whether to scale the adapters by alpha / √rank.
     package var rslora: Bool = false
-    /// Linear layers to train, as in q,v or, where q, k and v are one, qkv; experts are a mixture's; nil: all but
-    /// experts.
     package var projections: [String]?
-    /// Number of blocks to train, the model's last; nil: all.
     package var numLayers: Int?
-    /// Share of these blocks that an update trains; groups of neighbours take turns (after LCSB, arXiv:2602.13073);
-    /// nil: all.
     package var blocksPerStep: Double?
-    /// Type of the adapters; bfloat16 takes half the memory and rounds stochastically.
     package var loraDtype: LoRADtype = .float32
-    /// Whether to train each B only, and freeze A (FFA-LoRA).
     package var freezeA: Bool = false
-    /// Probability that an input of an adapter is set to zero in training, drawn for each token (LoRA dropout).
     package var dropout: Float = 0
-    /// Whether to train norm and direction of each output's weights separately (DoRA).
     package var dora: Bool = false
-    /// Folder of adapters to start from, in mlx-lm's or PEFT's format; nil: none.
     package var adapters: String?
-    /// Objective on preference data: dpo, ipo, simpo or orpo on pairs, kto on single answers; nil: none.
     package var objective: Objective?
-    /// β, the scale of an objective's rewards, or ipo's τ; nil: 0.1.
     package var beta: Float?
-    /// γ, simpo's margin; nil: 0.5.
     package var gamma: Float?
-    /// Weight of kto's good answers; nil: 1.
     package var desirableWeight: Float?
-    /// Weight of kto's bad answers; nil: 1.
     package var undesirableWeight: Float?
-    /// Answers that are sampled to each prompt, to be rewarded (GRPO, arXiv:2402.03300); nil: train on the data's
-    /// answers.
     package var groupSize: Int?
-    /// Maximum number of tokens of a sampled answer.
     package var maxTokens: Int = 128
-    /// Whether to leave out GRPO's divisions by the rewards' deviation and an answer's length (Dr. GRPO).
     package var drGrpo: Bool = false
     /// Optimizer: adamw keeps 8 bytes a parameter of the adapters, adamw8bit 2, sgd none; nil: adamw8bit; of mezo sgd.
     public var optimizer: OptimizerKind?
-    /// Learning rate, before the schedule; nil: of AdamW 0.007 / √hidden size, of SGD 0.1, a tenth of these with an
-    /// objective, a third with a reward; of mezo 1e-4.
     package var learningRate: Float?
-    /// Learning rate of each B, and of DoRA's m, as a multiple of A's (LoRA+).
     package var loraplusLrRatio: Float = 1
-    /// Momentum of SGD.
     package var momentum: Float = 0
-    /// AdamW's β₁.
     package var beta1: Double = 0.9
-    /// AdamW's β₂.
     package var beta2: Double = 0.999
-    /// AdamW's ε.
     package var epsilon: Float = 1e-08
-    /// Weight decay.
     package var weightDecay: Float = 0
     /// Decay of the learning rate to zero after the warm-up.
     public var schedule: Schedule = .constant
-    /// Steps over which the learning rate rises from zero.
     package var warmup: Int = 0
-    /// Norm over all blocks to which larger gradients are scaled down; nil: none.
     package var maxGradNorm: Float?
-    /// Whether to undo a step whose loss or gradient is not finite, and continue; keeps the parameters twice.
     package var skipBadSteps: Bool = false
-    /// Size of MeZO's perturbation.
     package var mezoEpsilon: Float = 0.001
-    /// Differential privacy (DP-SGD): the norm that each example's gradient is clipped to; a step draws `batchSize`
-    /// examples in the mean; nil: none.
     package var dpClip: Float?
-    /// Standard deviation of the noise on their sum, as a multiple of `dpClip`; nil: none.
     package var dpNoise: Float?
-    /// Held-out sequences of an evaluation.
     package var valBatches: Int = 25
-    /// Steps between evaluations; the best adapters are kept. 0: before and after.
     package var evalEvery: Int = 0
-    /// Evaluations without improvement after which a run ends; 0: never.
     package var earlyStopping: Int = 0
-    /// Whether to evaluate on the test data at the end.
     package var test: Bool = false
-    /// Share of a run's sequences that come from the folder `replay`, so that less is forgotten; nil: 0.
     package var replayShare: Double?
-    /// Most that the perplexity of `general` may rise, in percent: at the end the adapters are weakened to that, or
-    /// none are kept; nil: keep them as they were trained.
     package var maxForgetting: Double?
-    /// Steps between saves, besides one after a minute and then every three; 0: no others.
     package var saveEvery: Int = 100
-    /// Maximum peak footprint, in 10⁶ bytes; room below it is used for speed; nil: none.
     package var memoryLimitMb: Double?
-    /// The arrays kept in a file on disk: block inputs, or the optimizer's state too; nil: what the limit asks for.
     package var offload: Offload?
     /// The processor that computes: in bfloat16 on a GPU, in float32 on a CPU; nil: a GPU if MLX can use one.
     public var device: Backend?
-    /// Whether to resume from the state in the output folder.
     package var resume: Bool = false
-    /// Whether to report the plan and end.
     package var dryRun: Bool = false
-    /// Passes over the training data, which set `steps`; with replay, over the run's own data; nil: none.
     package var epochs: Double?
-    /// Steps that others have taken before this run, as in the rounds of a federation: the order of the data and every
-    /// random number continue from there.
     package var firstStep: Int = 0
-    /// μ of FedProx (arXiv:1812.06127): μ (w − w₀) is added to the gradient, where w₀ are the run's initial adapters;
-    /// nil: none.
     package var proximalMu: Float?
-    /// Tokens that end a sampled answer, and count in its loss.
     package var stop: [Int] = []
-    /// Folder of tokens to replay: older records, or what the model itself writes; nil: none.
     package var replay: String?
-    /// Folder of tokens of a text that the run is not about; nil: none.
     package var general: String?
-    /// Order of a step's sequences through the model; nil: what the planner finds faster.
     package var order: Order?
 
     package init(bundle: String, output: String) {
@@ -216,10 +153,8 @@ extension RunSettings {
         order = other.order
     }
 
-    /// Type of the adapters.
     package enum LoRADtype: String, Codable, Sendable, CaseIterable {
         case float32
-        /// Updates are rounded stochastically.
         case bfloat16
     }
 
@@ -243,21 +178,14 @@ extension RunSettings {
         case cosine
     }
 
-    /// The arrays kept in a file on disk.
     package enum Offload: String, Codable, Sendable, CaseIterable {
-        /// No array.
         case none
-        /// The block inputs, from the forward to the backward pass.
         case inputs
-        /// Also the adapters' parameters, the optimizer's state and sums of gradients.
         case all
     }
 
-    /// Order of a step's sequences through the model.
     package enum Order: String, Codable, Sendable, CaseIterable {
-        /// Each through all blocks, forward and backward, before the next.
         case sequences
-        /// All through each block before the next block, so that its weights are read once a pass.
         case blocks
     }
 }
@@ -272,16 +200,10 @@ public enum GradientMethod: String, Codable, Sendable, CaseIterable {
     case mezo
 }
 
-/// Objective on preference data.
 package enum Objective: String, Codable, Sendable, CaseIterable {
-    /// Direct preference optimization, of a chosen and a rejected answer to a prompt.
     case dpo
-    /// Identity preference optimization, of such pairs.
     case ipo
-    /// Simple preference optimization, of such pairs.
     case simpo
-    /// Odds ratio preference optimization, of such pairs.
     case orpo
-    /// Kahneman-Tversky optimization, on single answers that are good or bad.
     case kto
 }
