@@ -78,11 +78,19 @@ def apply_template(tokenizer: Any, messages: list[Message], **arguments: Any) ->
     tokenizer has one. Unlike mlx-lm, sets no `enable_thinking`.
     """
     own = tokenizer if tokenizer._chat_template is not None else tokenizer._tokenizer
+    taken = with_parts(tokenizer, messages)
+    return str(own.apply_chat_template(taken, tokenize=False, **arguments))
+
+
+def with_parts(tokenizer: Any, messages: list[Message]) -> list[Message]:
+    """Returns the messages with content in parts, if one has an image, or if the chat template
+    takes parts alone.
+    """
     if takes_parts_alone(tokenizer, str(tokenizer.chat_template)) or any(
         IMAGE in message["content"] for message in messages
     ):
-        messages = [{**each, "content": _parts(each["content"])} for each in messages]
-    return str(own.apply_chat_template(messages, tokenize=False, **arguments))
+        return [{**each, "content": _parts(each["content"])} for each in messages]
+    return messages
 
 
 @lru_cache(maxsize=4)
@@ -104,7 +112,7 @@ def _parts(content: str) -> list[Message]:
     parts: list[Message] = []
     for number, text in enumerate(content.split(IMAGE)):
         parts += [{"type": "image"}] if number else []
-        parts += [{"type": "text", "text": text}] if text else []
+        parts += [{"type": "text", "text": text}] if text or IMAGE not in content else []
     return parts
 
 
@@ -369,7 +377,12 @@ class Rendering:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         _, (marked,) = render_jinja_template(
-            [template_messages(self.conversation.messages, self.form.with_text)],
+            [
+                with_parts(
+                    self.tokenizer,
+                    template_messages(self.conversation.messages, self.form.with_text),
+                )
+            ],
             chat_template=template,
             return_assistant_tokens_mask=True,
             **{**self.tokenizer.special_tokens_map, **self._arguments},

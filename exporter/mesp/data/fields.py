@@ -110,7 +110,7 @@ class Fields:
 
     def _open_column(self) -> None:
         for key in ("images", "image"):
-            if self.has(key):
+            if not is_empty(self.values.get(key)):
                 column = self.take(key)
                 self._column += column if isinstance(column, list) else [column]
 
