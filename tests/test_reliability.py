@@ -296,6 +296,15 @@ def test_a_signal_saves_and_stops(settings: dict, whole: Engine, tmp_path: Path,
     assert engine.losses() == whole.losses()
 
 
+def test_a_memory_warning_makes_the_plan_cheaper_once(settings: dict, tmp_path: Path):
+    engine = Engine(tmp_path, settings, steps=300, eval_every=0)
+    process = engine.start_to_step(2)
+    process.send_signal(signal.SIGUSR1)
+    assert not succeeded(ended(process)).stderr
+    events = [record["event"] for record in engine.records() if record["type"] == "event"]
+    assert events == ["cheaper_plan", "resumed"]
+
+
 def test_a_run_whose_reader_is_gone_is_saved(settings: dict, whole: Engine, tmp_path: Path):
     engine = Engine(tmp_path, settings, save_every=0)
     process = engine.start_to_step(2, stdout=subprocess.PIPE)

@@ -193,8 +193,14 @@ import Testing
         var records = try question()
         records.configs["config"]?["batch_size"] = .int(256)
         records.configs["config"]?["grad_accumulation_steps"] = .int(256)
-        let question = SuperLink.question(records, in: documents.appendingPathComponent("question"))
-        var settings = try FederatedRun(question, bundle: bundle.url, memoryLimit: 25_000_000).settings
+        func limited(serversLimit: Double? = nil) throws -> RunSettings {
+            records.configs["config"]?["memory_limit_mb"] = serversLimit.map { .double($0) }
+            let question = SuperLink.question(records, in: documents.appendingPathComponent("question"))
+            return try FederatedRun(question, bundle: bundle.url, memoryLimit: 25_000_000).settings
+        }
+        #expect(try limited(serversLimit: 20).memoryLimitMb == 20)
+        #expect(try limited(serversLimit: 1000).memoryLimitMb == 25)
+        var settings = try limited()
         #expect(settings.memoryLimitMb == 25)
         let error = #expect(throws: MeSPError.self) { try Planner(manifest, settings, systemLimit: nil).plan() }
         #expect(error?.sentence.english.contains("fewer in a step") == true)

@@ -215,6 +215,14 @@ import Testing
         #expect(throws: Never.self) { try TokenStream(tokens: data([1, 2]), begin: 8).check(vocabulary: 9) }
     }
 
+    @Test func aPairOfWhichOneAnswerDoesNotCountIsLeftOut() {
+        let stream = TokenStream(
+            tokens: data(Array(0..<12)), examples: data([0, 3, 3, 3, 6, 3, 9, 3]),
+            mask: Data([0, 1, 1, 0, 0, 0, 0, 1, 1, 0, 1, 1]), labels: Data([3, 2, 3, 2]))
+        let sequences = stream.sequences(lengths: [4])
+        #expect((0..<sequences.count).map { sequences.label($0).number } == [2, 3])
+    }
+
     @Test func shortExamplesShareASequence() {
         let stream = TokenStream(
             tokens: data([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]), examples: data([0, 3, 3, 2, 5, 5, 10, 2]),

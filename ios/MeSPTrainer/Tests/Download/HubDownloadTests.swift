@@ -314,6 +314,12 @@ enum Way: CaseIterable { case foreground, background }
         await model.downloadNow()
         #expect(model.problem == nil && model.form.bundle?.id == "tied.mesp")
         #expect(model.downloads.networkQuestion == nil)
+        model.askToDelete(.bundle(try #require(model.form.bundle)))
+        await model.confirmDeletion()
+        await model.lookUp()
+        await model.download()
+        #expect(model.downloads.networkQuestion == question, "an answer is for one download")
+        #expect(model.library.bundles.isEmpty)
         _ = hub.end()
     }
 

@@ -277,6 +277,19 @@ import Testing
         #expect(hub.end().contains("tokenizer.json whole"))
     }
 
+    @Test func aPartWithoutADigestIsNotGoneOnFrom() async throws {
+        let folder = commitFolder.appendingPathComponent("model")
+        try folder.makeFolder()
+        let size = try #require(try sizes()["tokenizer.json"])
+        try Data(count: size - 1).write(to: folder.appendingPathComponent("tokenizer.json.part"))
+        let hub = try Hub(source)
+        let model = await lookUp(hub)
+        await model.download()
+        #expect(model.problem == nil)
+        #expect(try hasBundleAlone())
+        #expect(hub.end().contains("tokenizer.json whole"))
+    }
+
     @Test func thereIsRoomForBothOrNothingIsDownloaded() async throws {
         let hub = try Hub(source)
         let both = try #require(await lookUp(hub).downloads.spaceWhileRewriting) + DocumentsFolder.spareBytes

@@ -109,6 +109,19 @@ import Testing
         #expect(try file.readText() == "new")
     }
 
+    @Test func aFileThatIsNotWrittenLeavesNothing() throws {
+        let file = folder.appendingPathComponent("file")
+        try file.write("old")
+        #expect(throws: CancellationError.self) {
+            try writeWhole(file) {
+                try $0.write(contentsOf: Data("new".utf8))
+                throw CancellationError()
+            }
+        }
+        #expect(try file.readText() == "old")
+        #expect(!file.appendingPathExtension("partial").exists)
+    }
+
     @Test func anAdapterConfigurationHasABound() throws {
         let architecture = try ModelBundle(url: bundle).architecture
         let config = folder.appendingPathComponent("adapter_config.json")

@@ -123,6 +123,15 @@ import Testing
         }
     }
 
+    @Test func theAnswersOfAGroupAreDrawnEach() throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        let trainer = try fixture.trainer(.mesp) { ($0.groupSize, $0.maxTokens) = (4, 8) }
+        let prompt = Example(tokens: try fixture.example().tokens, counted: Array(4..<fixture.length))
+        let (groups, _) = try trainer.model.sampleAnswers(
+            to: [prompt, prompt], groupSize: 4, lengths: [fixture.length], number: 0, cacheLimit: .max)
+        #expect(groups.count == 2 && Set(groups.flatMap(\.answers)).count == 8)
+    }
+
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let generator = Generator(try CachedModel(fixture.bundle, chunk: 1))

@@ -42,6 +42,21 @@ import Testing
         }
     }
 
+    @Test(arguments: Fixture.cases) func aDivergenceIsThatOfAllWords(_ folder: URL) throws {
+        func noise(_ weights: PackedWeights, _ a: Architecture) -> MLXArray {
+            MLXRandom.normal([6, a.hiddenSize], key: MLXRandom.key(0))
+        }
+        try withHead(try Fixture(folder, "gradients").bundle, y: noise) { head, y in
+            let both = [y[0][..<3], y[0][3...]]
+            let logs = both.map { y in
+                let z = head.logits(y)
+                return z - z.logSumExp(axis: -1)[0..., .newAxis]
+            }
+            let expected = (exp(logs[0]) * (logs[0] - logs[1])).sum(axis: -1)
+            #expect(relativeError(head.divergences(both[0], both[1]) {}, expected) < 1e-4)
+        }
+    }
+
     @Test(arguments: [Fixture.tied, Fixture.roundedCases.first].compactMap { $0 })
     func waitsBetweenTiles(_ folder: URL) throws {
         let targets: [Int32] = [3, 9, 64]

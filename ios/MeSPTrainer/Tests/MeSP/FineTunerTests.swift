@@ -203,10 +203,13 @@ import Testing
         let none = folder.appendingPathComponent("none.txt")
         #expect(try await sentence(tuner.train(on: none)) == "none.txt cannot be read.")
         #expect(try contents(tuner.adapters) == before)
+        for try await update in tuner.train(on: text, options(steps: 1_000_000)) where update.step > 0 { break }
+        await tuner.stop()
+        #expect(runs.appendingPathComponent("run-1/adapters").exists, "no other run has finished")
         let url = try tuner.adapters.url
         try await tuner.train(on: text, options(steps: 3) { $0.initialAdapters = url }).end()
         #expect(try contents(tuner.adapters) != before)
-        #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path) == ["run-2"])
+        #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path) == ["run-3"])
     }
 
     @Test func nothingButFormerRunsIsRemoved() async throws {

@@ -60,7 +60,8 @@ struct FormulaEdgesTests {
             (settings.objective, settings.beta, settings.gamma) = (
                 edge.objective, Float(edge.beta.value), Float(edge.weight.value)
             )
-            (settings.desirableWeight, settings.undesirableWeight) = (settings.gamma, settings.gamma)
+            let (weight, other) = (Float(edge.weight.value), Float(edge.weight.value) + 1)
+            (settings.desirableWeight, settings.undesirableWeight) = edge.isGood ? (weight, other) : (other, weight)
             let answers = zip(edge.tokens, zip(edge.logProbabilities, edge.references)).map { count, logs in
                 let example = Example(tokens: [Int32](repeating: 0, count: count + 1), counted: Array(0..<count))
                 return AnswerProbability(

@@ -150,6 +150,7 @@ import Testing
         last.resume = true
         try Run.run(last)
         #expect(try losses(output) == losses(whole))
+        #expect(try logRecords(output, "end").count == 1)
         expectEqual(try adapterArrays(of: output), try adapterArrays(of: whole))
     }
 
@@ -228,6 +229,30 @@ import Testing
         }
         #expect(losses(records).count == 2)
         #expect(losses(records) == losses(try logRecords(whole)))
+    }
+
+    @Test func otherLimitsTakeAnotherPlan() throws {
+        var settings = try settings()
+        (settings.steps, settings.memoryLimitMb) = (1, 1000)
+        try Run.run(settings)
+        settings.resume = true
+        let changes: [(inout RunSettings) -> Void] = [
+            { _ in }, { $0.memoryLimitMb = 500 }, { $0.offload = .all }, { $0.order = .sequences },
+            { $0.device = .gpu },
+        ]
+        for (index, change) in changes.enumerated() {
+            var other = settings
+            change(&other)
+            let saved = try #require(try SavedState.load(from: output, other))
+            #expect((saved.plan != nil) == (index == 0), "\(index)")
+        }
+    }
+
+    @Test func theKeyOfTheNoiseIsItsOwnersAlone() throws {
+        let folder = newFolder()
+        _ = try SecretKey(in: folder, resumes: false)
+        let rights = try FileManager.default.attributesOfItem(atPath: SecretKey.url(in: folder).path)
+        #expect(rights[.posixPermissions] as? Int == 0o600)
     }
 
     @Test func refusesToResumeWhatItCannot() throws {
@@ -368,20 +393,24 @@ import Testing
         #expect(!run.output.exists)
     }
 
-    @Test func aResumeOnAnotherTextIsRefused() throws {
+    @Test(arguments: ["train", "replay", "general"]) func aResumeOnAnotherTextIsRefused(_ text: String) throws {
         let run = try Changing()
         let data = newFolder()
         let count = 4 * run.settings.seqLen + 1
         let tokens = try Data(contentsOf: run.bundle.appendingPathComponent("data/train.bin")).prefix(4 * count)
         try tokens.write(to: data.appendingPathComponent("train.bin"))
         try data.appendingPathComponent("data.json").write(#"{"train": {"file": "train.bin", "tokens": \#(count)}}"#)
-        (run.settings.data, run.settings.valBatches) = (data.path, 0)
+        switch text {
+        case "train": (run.settings.data, run.settings.valBatches) = (data.path, 0)
+        case "replay": (run.settings.replay, run.settings.replayShare) = (data.path, 0.5)
+        default: (run.settings.general, run.settings.maxForgetting) = (data.path, 5)
+        }
         try Run.run(run.settings)
         var other = tokens
         turned(&other)
         try other.write(to: data.appendingPathComponent("train.bin"))
         let (message, changed) = try run.resume()
-        #expect(message.hasPrefix("The train data has changed since the run in"))
+        #expect(message.hasPrefix("The \(text) data has changed since the run in"))
         #expect(!changed)
         try tokens.write(to: data.appendingPathComponent("train.bin"))
         #expect(try run.resume().message.isEmpty)

@@ -259,6 +259,19 @@ import Testing
         }
     }
 
+    @Test func eachBlockHasANoiseOfItsOwn() throws {
+        let trainer = try Fixture(try #require(Fixture.tied), "gradients").trainer(.mesp) {
+            ($0.dpClip, $0.dpNoise, $0.learningRate) = (0.5, 4, 1)
+        }
+        let model = trainer.model
+        let before = try model.blocks.map { try model.lora.parameters($0) + 0 }
+        MLX.eval(before)
+        _ = try trainer.privateStep([SequenceLoss](), SecretKey(bytes: Data(0..<32)), number: 0)
+        let noise = try model.blocks.map { before[$0] - (try model.lora.parameters($0)) }
+        for some in noise { #expect(abs(some.square().mean().item(Float.self) - 4) < 0.4) }
+        #expect(abs((noise[0] * noise[1]).mean().item(Float.self)) < 0.4)
+    }
+
     @Test(arguments: Fixture.cases) func whatIsNotFiniteHasAName(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let whole = try fixture.example()
