@@ -59,6 +59,7 @@ let package = Package(
             name: "MeSP",
             dependencies: [
                 "MeSPAdapters", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPImport", "MeSPSentences",
+                mlxModule,
             ],
             path: "ios/MeSPTrainer/MeSP",
             resources: [.process("general.txt"), .copy("PrivacyInfo.xcprivacy")],

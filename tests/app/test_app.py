@@ -374,7 +374,7 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
         compile("MeSPTrainer", *views)
     examples = {f"{article.stem}Example": swift_blocks(article) for article in ARTICLES}
     examples["BesideMLXSwiftLM"] = swift_blocks(ROOT / "docs" / "mlx-swift-lm.md")
-    assert len(examples) == len(examples["BesideMLXSwiftLM"]) == 4
+    assert (len(examples), len(examples["BesideMLXSwiftLM"])) == (4, 5)
     short = swift_blocks(CATALOGUE / "MeSP.md")[0].replace("import MeSP\n", "")
     examples["Landing"] = [GIVEN, short, "} }"]
     for name, blocks in examples.items():

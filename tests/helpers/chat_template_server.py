@@ -1,10 +1,11 @@
 """Serves the exporter and a tokenizer to tests in Swift.
 
 Each line of input is a request, a JSON object. The answer to a request for the next case has a
-record, a chat template's name, the part of the record in the loss, the result of `mesp-export
---split-special-tokens`, and the ids of the special tokens. The result is the ids and the mask of
-each answer, or the reason of a refusal and the columns and keys that nothing reads. The tokenizer
-of the current case answers all other requests.
+record, the names of the images at the beginning of its messages, a chat template's name, the part
+of the record in the loss, the result of `mesp-export --split-special-tokens`, and the ids of the
+special tokens. The result is the ids, the mask and the places of each answer, or the reason of a
+refusal and the columns and keys that nothing reads. The tokenizer of the current case answers all
+other requests.
 """
 
 import importlib.util
@@ -17,16 +18,18 @@ from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from helpers.chat_templates import CHATML, SPECIAL, TEMPLATES, tokenizer_with, unmarked
 from helpers.conversations import conversations
 from helpers.data import assistant, user
-from mesp.data.chat_template import apply_template
 from mesp.data.fields import NEVER_CONTENT, Fields, refuse_unread
+from mesp.data.image_encoder import ImageEncoder
 from mesp.data.records import Encoder, mask_record, read_record
 from mesp.errors import MespError
 
@@ -88,6 +91,20 @@ OWN = {
 {{%- if add_generation_prompt %}}
 {{{{- '<|im_start|>assistant to ' + messages[-1].content + '\\n' }}}}{{%- endif %}}""",
 }
+OWN["parts alone"] = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role | capitalize }}
+{%- if m['content'][0]['type'] == 'image' %}{{- ':' }}{%- else %}{{- ': ' }}{%- endif %}
+{%- for part in m['content'] %}{%- if part['type'] == 'text' %}{{- part['text'] }}
+{%- elif part['type'] == 'image' %}{{- '<|image|>' }}{%- endif %}{%- endfor %}{{- '<|end|>\\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>Assistant:' }}{%- endif %}"""
+OWN["parts"] = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.content is string %}{{- m.content }}{%- else %}
+{%- for part in m.content %}{%- if part.type == 'image' %}{{- '<|image|>' }}
+{%- else %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+IMAGE = "<|image|>"
+IMAGES = {"a": f"<|end|>{IMAGE}{IMAGE}\n{IMAGE}", "b": f"{IMAGE} tile {IMAGE}"}
 VALUES = [1, 1.0, -0.5, None, "", " ", True, {"x": None, "y": [7, {"z": None}]}, 'it\'s "so" \\ /']
 WRITTEN = re.compile(r"<[|｜][^|｜<>\n]{1,30}[|｜]>|</?s>|<(?:start|end)_of_turn>")  # noqa: RUF001
 
@@ -224,12 +241,51 @@ def varied(record: dict, chance: random.Random) -> dict:
     return record | others(chance, record)
 
 
+class Tower:
+    """A stand-in for a vision tower, which reads no pictures."""
+
+    image_token = IMAGE
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE)
+        self._features = {
+            name: SimpleNamespace(text=text, rows=mx.zeros((text.count(IMAGE), 2)))
+            for name, text in IMAGES.items()
+        }
+
+    def features(self, image: Path) -> Any:
+        return self._features[image.name]
+
+
+def names_of_images(record: dict, chance: random.Random) -> list[str]:
+    messages = record.get("messages") or record["prompt"]
+    return [
+        "".join(chance.choices("ab", k=chance.choice([0, 1, 1, 2])))
+        if each["role"] == "user" and isinstance(each["content"], str) else ""
+        for each in messages
+        if isinstance(messages, list)
+    ]  # fmt: skip
+
+
+def with_images(record: dict, names: list[str]) -> dict:
+    record = deepcopy(record)
+    for message, images in zip(record.get("messages") or record["prompt"], names, strict=False):
+        if images:
+            text = {"type": "text", "text": message["content"]}
+            message["content"] = [*({"type": "image", "image": name} for name in images), text]
+    return record
+
+
 def expected(template: str, record: dict, loss_on: str) -> dict[str, Any]:
     unread: list[str] = []
     try:
         read = read_record(Fields("It", deepcopy(record)))
         unread += read.unread
-        encoder = Encoder(tokenizer_of(template), loss_on, True, split_special=True)
+        tokenizer = tokenizer_of(template)
+        encoder = Encoder(
+            tokenizer, loss_on, True, True,
+            open_images=lambda: ImageEncoder(Tower(tokenizer), tokenizer),  # type: ignore[arg-type]
+        )  # fmt: skip
         if read.kind in ("a text", "a pair of answers"):  # Only answers of a pair are in the loss.
             encoder = Encoder(tokenizer_of(template), split_special=True)
         encoded = mask_record(read, encoder)
@@ -238,12 +294,25 @@ def expected(template: str, record: dict, loss_on: str) -> dict[str, Any]:
     except MespError as error:
         names = {each for each in unread if each.lower().replace("-", "_") not in NEVER_CONTENT}
         return {"refused": str(error), "unread": sorted(names)}
-    answers = [{"ids": each.ids, "counted": each.mask.tolist()} for each in encoded]
+    answers = [
+        {
+            "ids": each.ids, "counted": each.mask.tolist(),
+            "places": None if each.places is None else each.places.tolist(),
+        }
+        for each in encoded
+    ]  # fmt: skip
     return {"kind": read.kind, "answers": answers}
 
 
 def cases() -> Iterator[dict[str, Any]]:
     made, chance = records(), random.Random(SEED)
+    for name in ("parts alone", "parts"):
+        for record, loss_on in made:
+            names = names_of_images(record, chance)
+            yield {
+                "template": name, "text": OWN[name], "record": json.dumps(record),
+                "lossOn": loss_on, "images": names,
+            } | expected(OWN[name], with_images(record, names), loss_on)  # fmt: skip
     for name, template in templates().items():
         for record, loss_on in made + [(varied(each, chance), on) for each, on in made]:
             yield {
@@ -258,7 +327,8 @@ def answer(asked: dict[str, Any], template: str) -> Any:
     if asked["do"] == "decode":
         return tokenizer.decode(asked["ids"])
     options = {"tools": asked.get("tools"), "add_generation_prompt": asked["addsGenerationPrompt"]}
-    text = apply_template(tokenizer, asked["messages"], **options, **asked["options"])
+    options |= {"tokenize": False, **asked["options"]}
+    text = tokenizer._tokenizer.apply_chat_template(asked["messages"], **options)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 

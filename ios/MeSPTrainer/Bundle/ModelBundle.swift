@@ -229,12 +229,13 @@ package struct ModelBundle {
     }
 
     private func tokens(_ entry: Manifest.Tokens, _ split: String, in folder: URL) throws -> TokenStream {
-        func data(_ file: String, _ count: Int, width: Int) throws -> Data {
+        func data(_ file: String, _ count: Int, width: Int, else fault: Sentence? = nil) throws -> Data {
             guard let data = regularFile(folder.appendingPathComponent(file)) else {
                 throw MeSPError("\(file) is not a file of \(folder.path); export it again.")
             }
             guard data.count % width == 0, data.count / width == count else {
-                throw MeSPError("\(file) in \(folder.path) does not have the length it should; export it again.")
+                throw MeSPError(
+                    fault ?? "\(file) in \(folder.path) does not have the length it should; export it again.")
             }
             return data
         }
@@ -246,7 +247,10 @@ package struct ModelBundle {
             begin: entry.begin, packsExamples: entry.pack ?? false,
             images: try entry.images.map { images in
                 let width = architecture.hiddenSize * images.dtype.dtype.size
-                var rows = try rows(try data(images.file, images.count, width: width), images.dtype)
+                let fault: Sentence =
+                    "The rows of images in \(folder.path) are not of \(architecture.hiddenSize) numbers each, as this model needs; take them from its own vision tower, or export the data again."
+                var rows = try rows(
+                    try data(images.file, images.count, width: width, else: fault), images.dtype)
                 rows.places = try data(images.places, entry.tokens, width: 4)
                 return rows
             })

@@ -46,6 +46,8 @@ public struct TrainingPreview: Sendable, Equatable {
         let text = DecodedText(ids, tokenizer, pieces: &pieces)
         var isSpecial = [Int: Bool]()
         for id in ids where isSpecial[id] == nil { isSpecial[id] = tokenizer.isSpecial(id) }
+        // An image shows as one of its image tokens.
+        let rows = Set(example.images?.positions ?? [])
         var (spans, start) = ([Span](), 0)
         for index in ids.indices {
             let next = index + 1
@@ -54,7 +56,8 @@ public struct TrainingPreview: Sendable, Equatable {
             {
                 continue
             }
-            let bytes = text.bytes[text.bounds[start]..<text.bounds[next]]
+            let bytes = (start..<next).filter { !rows.isSuperset(of: [$0 - 1, $0]) }
+                .flatMap { text.bytes[text.bounds[$0]..<text.bounds[$0 + 1]] }
             spans.append(
                 Span(
                     id: spans.count, text: Self.visible(String(decoding: bytes, as: UTF8.self)),

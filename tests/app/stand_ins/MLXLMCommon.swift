@@ -32,9 +32,17 @@ public protocol TokenizerLoader: Sendable {
 // Libraries/MLXLMCommon/UserInput.swift, …/LanguageModel.swift, …/Evaluate.swift of github.com/ml-explore/mlx-swift-lm
 public typealias Message = [String: any Sendable]
 public struct UserInput {
-    public init(prompt: String) {}
+    public enum Image {
+        case url(URL)
+    }
+    public init(prompt: String, images: [Image] = []) {}
 }
-public struct LMInput {}
+public struct LMInput {
+    public struct Text {
+        public let tokens: MLXArray
+    }
+    public let text: Text
+}
 public protocol UserInputProcessor: Sendable {
     func prepare(input: UserInput) async throws -> LMInput
 }
@@ -57,6 +65,7 @@ public struct ModelConfiguration: Sendable {
 public struct ModelContext {
     public var model: any LanguageModel
     public var processor: any UserInputProcessor
+    public var tokenizer: Tokenizer
 }
 public final class ModelContainer: Sendable {
     public var tokenizer: Tokenizer {
@@ -79,6 +88,9 @@ public protocol ModelAdapter: Sendable {
 extension LanguageModel {
     public func load(adapter: ModelAdapter) throws {}
     public func unload(adapter: ModelAdapter) {}
+}
+public protocol LoRAModel {
+    var loraLayers: [Module] { get }
 }
 public struct LoRAConfiguration: Sendable, Codable {
     public enum FineTuneType: String, Sendable, Codable {

@@ -11,7 +11,18 @@ public struct NestedDictionary<Key: Hashable, Element> {
 
 // Source/MLXNN/Module.swift of github.com/ml-explore/mlx-swift
 public typealias ModuleParameters = NestedDictionary<String, MLXArray>
+public typealias ModuleChildren = NestedDictionary<String, Module>
 open class Module {
+    public init() {}
     open func parameters() -> ModuleParameters { fatalError() }
     open func namedModules() -> [(String, Module)] { [] }
+    @discardableResult public func update(modules: ModuleChildren) -> Self { self }
+}
+
+// Source/MLXNN/Normalization.swift of github.com/ml-explore/mlx-swift
+open class RMSNorm: Module {
+    public let weight: MLXArray
+    public let eps: Float
+    public init(dimensions: Int, eps: Float = 1e-5) { fatalError() }
+    open func callAsFunction(_ x: MLXArray) -> MLXArray { x }
 }

@@ -22,15 +22,20 @@ package enum TokenFolder {
             for (name, split) in splits {
                 let (file, examples) = ("\(name).bin", "\(name).examples.bin")
                 let (mask, labels) = ("\(name).mask.bin", "\(name).labels.bin")
+                let (images, places) = ("\(name).images.bin", "\(name).places.bin")
                 let files: [(String, Data?)] = [
                     (file, split.tokens), (examples, split.examples), (mask, split.mask), (labels, split.labels),
+                    (images, split.images?.rows), (places, split.images?.places),
                 ]
                 for (file, data) in files { try data?.write(to: partial.appendingPathComponent(file)) }
                 entries[name] = .init(
                     file: file, tokens: split.tokenCount,
                     examples: split.examples.map { .init(file: examples, count: $0.count / 8) },
                     mask: split.mask.map { _ in mask }, labels: split.labels.map { _ in labels },
-                    begin: split.begin, pack: nil, images: nil)
+                    begin: split.begin, pack: nil,
+                    images: split.images.map {
+                        .init(file: images, count: $0.count, dtype: $0.dtype, places: places)
+                    })
             }
             try JSONEncoder().encode(entries).write(to: partial.appendingPathComponent("data.json"))
             try? FileManager.default.removeItem(at: folder)

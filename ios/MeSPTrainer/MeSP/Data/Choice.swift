@@ -21,8 +21,8 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
 
     /// Creates a choice.
     ///
-    /// - Throws: ``FineTuningError`` if an answer is empty or only white space, both answers are equal, or `prompt` does not end with a message to
-    ///   answer.
+    /// - Throws: ``FineTuningError`` if an answer is empty or only white space, both answers are equal, or `prompt` has images or does not end with a
+    ///   message to answer.
     public init(prompt: [Conversation.Message], chosen: String, rejected: String, date: Date = .now) throws {
         guard let last = prompt.last, last.role != "assistant" else {
             throw FineTuningError("A choice needs the message that both answers reply to.")
@@ -31,6 +31,7 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
         guard chosen != rejected else {
             throw FineTuningError("The two answers are equal, so there is nothing to choose.")
         }
+        try prompt.checkAreText()
         (id, self.date) = (UUID(), date)
         (self.prompt, self.chosen, self.rejected) = (prompt, chosen, rejected)
     }

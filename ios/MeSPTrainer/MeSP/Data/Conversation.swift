@@ -34,7 +34,12 @@ public struct Conversation: Codable, Sendable, Hashable {
     }
 
     /// Encodes a record with `messages`, or with `prompt` and `completion`. The record has `tools` if the conversation has tools.
-    public func encode(to encoder: any Encoder) throws { try JSONValue.object(fields).encode(to: encoder) }
+    ///
+    /// - Throws: ``FineTuningError`` if it has images, whose features no record holds.
+    public func encode(to encoder: any Encoder) throws {
+        try messages.checkAreText()
+        try JSONValue.object(fields).encode(to: encoder)
+    }
 
     /// Reads the conversations in a file. `.jsonl` and `.ndjson` files have a record on each line. A `.json` file has a record on each line, or one
     /// list of records. A record has `messages`, `prompt` and `completion`, or `instruction` and `output` or `response`, and optionally `tools`. Records that are excluded from training by a
@@ -67,7 +72,8 @@ public struct Conversation: Codable, Sendable, Hashable {
     }
 
     var texts: (prompt: String, answer: String)? {
-        guard areTexts, prompt == 1, messages.count == 2, messages[1].toolCalls.isEmpty else { return nil }
+        guard areTexts, prompt == 1, messages.count == 2, messages[0].images.isEmpty, messages[1].toolCalls.isEmpty
+        else { return nil }
         return (messages[0].content, messages[1].content)
     }
 
@@ -87,6 +93,8 @@ extension Conversation {
         public var toolCalls: [ToolCall]
         /// Whether to train an answer. It has no effect on other messages.
         public var isTrained: Bool
+        /// The images of a message that is not an answer. They come before its text, and their tokens are never in the loss. Only training takes them.
+        public var images = [ImageFeatures]()
         /// A name for the chat template, such as the name of the tool whose result this message has.
         public var name: String?
         /// The ``ToolCall/id`` of the call to which a tool's result belongs.
@@ -100,7 +108,11 @@ extension Conversation {
         /// Returns an instruction to the model. It comes first in a conversation.
         public static func system(_ content: String) -> Message { Message(role: "system", content: content) }
         /// Returns a message of the person.
-        public static func user(_ content: String) -> Message { Message(role: "user", content: content) }
+        public static func user(_ content: String, images: [ImageFeatures] = []) -> Message {
+            var message = Message(role: "user", content: content)
+            message.images = images
+            return message
+        }
         /// Returns an answer of the model. The answer is trained.
         public static func assistant(_ content: String, toolCalls: [ToolCall] = []) -> Message {
             Message(role: "assistant", content: content, toolCalls: toolCalls)
@@ -116,7 +128,12 @@ extension Conversation {
         }
 
         /// Encodes the message of a record.
-        public func encode(to encoder: any Encoder) throws { try json.encode(to: encoder) }
+        ///
+        /// - Throws: ``FineTuningError`` if it has images, whose features no record holds.
+        public func encode(to encoder: any Encoder) throws {
+            try [self].checkAreText()
+            try json.encode(to: encoder)
+        }
 
         package var isAnswer: Bool { role == "assistant" }
 

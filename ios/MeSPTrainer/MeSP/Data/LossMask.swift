@@ -354,6 +354,7 @@ extension TextTokenizer {
     /// Returns the token ids of a conversation and of the opening of an answer, by the model's chat template. A single message may be encoded as plain
     /// text, if the model or its data has no template.
     package func encode(prompt conversation: Conversation) throws -> [Int] {
+        try conversation.messages.checkAreText()
         var encoder = RecordEncoder(tokenizer: self)
         if joinsTexts, conversation.messages.map(\.role) == ["user"], conversation.tools.isEmpty {
             return try encoder.plain.encode(conversation.messages[0].content, addsSpecialTokens: true)

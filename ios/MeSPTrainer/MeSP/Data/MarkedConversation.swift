@@ -92,6 +92,7 @@ extension Conversation {
     func mapTexts(_ change: (Int, TextKind, String) throws -> String) throws -> Conversation {
         var changed = self
         for (index, message) in messages.enumerated() {
+            changed.messages[index].images = message.images.map { _ in .any }
             let parts = message.isAnswer ? Self.parts(message.content) : [message.content]
             changed.messages[index].content = try parts.enumerated().map { at, part in
                 guard at % 2 == 0 else { return part }

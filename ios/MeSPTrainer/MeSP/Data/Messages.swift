@@ -86,6 +86,11 @@ extension Fields {
             if let text = part.string { return text }
             let fields = part.fields ?? [:]
             let type = fields["type"]?.string ?? "text"
+            guard !["image", "input_image", "image_url"].contains(type) else {
+                throw MeSPError(
+                    "a message has an image, which needs a vision tower: pass ImageFeatures with Conversation.Message.user, or export the records with mesp-export."
+                )
+            }
             guard ["text", "input_text", "output_text"].contains(type) else {
                 throw MeSPError("a message has a part of the type \(type), and only text is trained; remove it.")
             }

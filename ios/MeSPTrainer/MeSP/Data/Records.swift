@@ -17,6 +17,9 @@ protocol Record: Sendable {
 struct Encoded: Equatable, Sendable {
     var tokens: [UInt32]
     var counted: [Bool]
+    var images = [ImageFeatures]()
+    /// Which tokens get the rows of `images`, in their order; empty without images.
+    var isRow = [Bool]()
 }
 
 struct TextRecord: Record {
@@ -92,6 +95,16 @@ extension Conversation: Record {
         if areTexts, answer.messages[0].content.isBlank { throw Fields.emptyAnswer }
     }
 
+    /// Returns the conversation with the images of the one that it was read from, whose fields do not have them.
+    fileprivate func with(imagesOf original: Conversation) -> Conversation {
+        let copied = original.messages.count - messages.count
+        var changed = self
+        for index in messages.indices {
+            changed.messages[index].images = original.messages[index < prompt ? index : index + copied].images
+        }
+        return changed
+    }
+
     func render(_ encoder: inout RecordEncoder) throws -> Rendered {
         guard encoder.tokenizer.joinsTexts, let texts else {
             if encoder.tokenizer.hasChatTemplate { return .chat(try encoder.render(self)) }
@@ -115,7 +128,7 @@ extension Conversation: Record {
             guard !trained.isEmpty else { return [] }
         }
         switch try render(&encoder) {
-        case .chat(let rendering): return [try encoder.mask(rendering)]
+        case .chat(let rendering): return [try encoder.put(messages.flatMap(\.images), into: encoder.mask(rendering))]
         case .joined(let prompt, let answer): return [try encoder.join(prompt, answer)]
         }
     }
@@ -159,6 +172,9 @@ struct Records {
         case .choices(let choices): try read(SourceRows.rows(choices.map(\.fields), .choice), &refusals)
         case .conversations(let conversations):
             try read(SourceRows.rows(conversations.map(\.fields), .conversation), &refusals)
+            records = records.map {
+                ($0, ($1 as? Conversation)?.with(imagesOf: conversations[$0.number - 1]) ?? $1)
+            }
         case .text(let text):
             guard !text.isBlank else { throw MeSPError("There is no text yet.") }
             name = "The text"

@@ -38,6 +38,9 @@ extension RecordEncoder {
         where message.toolCalls.isEmpty && message.content.isBlank {
             throw Fields.emptyAnswer
         }
+        guard conversation.messages.allSatisfy({ !$0.isAnswer || $0.images.isEmpty }) else {
+            throw MeSPError("an answer has an image, which no model here writes; put it into a message of the user.")
+        }
         let marked = try MarkedConversation(conversation)
         let shape = try shape(of: marked)
         try check(marked, shape)
@@ -201,10 +204,11 @@ extension Conversation.TextKind {
 
 extension Conversation {
     package func applied(to tokenizer: any TextTokenizer, addsGenerationPrompt: Bool) throws -> [Int] {
-        let trained = tokenizer as? TrainedTokenizer
-        let options = try trained?.options(of: self) ?? options
-        return try (trained?.tokenizer ?? tokenizer).applyChatTemplate(
-            messages: messages.map { try $0.templateFields(argumentsAreText) },
+        let trained = TrainedTokenizer(tokenizer)
+        let options = try trained.options(of: self)
+        let inParts = trained.takesPartsAlone || messages.contains { !$0.images.isEmpty }
+        return try trained.tokenizer.applyChatTemplate(
+            messages: messages.map { try $0.templateFields(argumentsAreText, inParts: inParts) },
             tools: tools.isEmpty
                 ? nil : tools.map { try JSONValue.object(text: $0).mapValues { try $0.templateValue() } },
             addsGenerationPrompt: addsGenerationPrompt, options: options.mapValues { try $0.templateValue() })
@@ -212,9 +216,15 @@ extension Conversation {
 }
 
 extension Conversation.Message {
-    fileprivate func templateFields(_ argumentsAreText: Bool) throws -> [String: any Sendable] {
+    fileprivate func templateFields(_ argumentsAreText: Bool, inParts: Bool) throws -> [String: any Sendable] {
         var fields = json.fields ?? [:]
         fields["weight"] = nil
+        if inParts {
+            let text: JSONValue = .object(["type": .string("text"), "text": .string(content)])
+            fields["content"] = .array(
+                images.map { _ in .object(["type": .string("image")]) }
+                    + (content.isEmpty && !images.isEmpty ? [] : [text]))
+        }
         if !toolCalls.isEmpty {
             fields["tool_calls"] = .array(
                 try toolCalls.map { call in

@@ -117,7 +117,8 @@ package struct TextData: Sendable {
             let cut = encoded.map { part in
                 Encoded(
                     tokens: Array(part.tokens.prefix(data.length + 1)),
-                    counted: Array(part.counted.prefix(data.length + 1)))
+                    counted: Array(part.counted.prefix(data.length + 1)),
+                    images: part.images, isRow: Array(part.isRow.prefix(data.length + 1)))
             }
             guard cut.allSatisfy({ $0.counted.dropFirst().contains(true) }) else {
                 encoder.notices.tooLong += 1
@@ -146,10 +147,8 @@ package struct TextData: Sendable {
                 if isWhole { _ = try windows() }
                 return stream(tokens[...]).sequences(lengths: [data.length])[0]
             }
-            guard let (tokens, counted) = parts.first.map({ ($0[0].tokens, $0[0].counted) }) else { throw tooFew }
-            return Example(
-                tokens: tokens.map { Int32(truncatingIfNeeded: $0) },
-                counted: counted.indices.dropFirst().filter { counted[$0] }.map { $0 - 1 })
+            guard let first = parts.first?.first else { throw tooFew }
+            return stream([[first]]).sequences(lengths: [first.tokens.count - 1])[0]
         }
 
         private func stream(_ tokens: ArraySlice<UInt32>) -> TokenStream {
@@ -164,11 +163,21 @@ package struct TextData: Sendable {
 
         private func stream(_ parts: ArraySlice<[Encoded]>) -> TokenStream {
             var (tokens, bounds, mask, labels) = ([UInt32](), [UInt32](), Data(), Data())
+            var (rows, known, places) = (Data(), [Data: Range<UInt32>](), [UInt32]())
             for part in parts {
                 for (index, example) in part.enumerated() {
                     bounds += [UInt32(tokens.count), UInt32(example.tokens.count)]
                     tokens += example.tokens
                     mask += example.counted.map { $0 ? 1 : 0 }
+                    // Equal images share rows.
+                    for image in example.images where known[image.rows] == nil {
+                        let first = UInt32(rows.count / image.width) + 1
+                        known[image.rows] = first..<first + UInt32(image.count)
+                        rows += image.rows
+                    }
+                    var own = example.images.compactMap { known[$0.rows] }.joined().makeIterator()
+                    places += example.isRow.map { $0 ? own.next() ?? 0 : 0 }
+                    places += [UInt32](repeating: 0, count: tokens.count - places.count)
                     if part.count > 1 {
                         labels.append((index == 0 ? TokenStream.Label.chosen : .rejected).rawValue)
                     }
@@ -176,7 +185,11 @@ package struct TextData: Sendable {
             }
             return TokenStream(
                 tokens: TextData.data(tokens), examples: TextData.data(bounds), mask: mask.contains(0) ? mask : nil,
-                labels: labels.isEmpty ? nil : labels)
+                labels: labels.isEmpty ? nil : labels,
+                images: encoder.imageKind.flatMap {
+                    let places = TextData.data(places)
+                    return rows.isEmpty ? nil : ImageRows(rows: rows, dtype: $0.dtype, width: $0.width, places: places)
+                })
         }
 
         private var tooFew: MeSPError {

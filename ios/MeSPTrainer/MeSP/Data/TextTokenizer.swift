@@ -21,7 +21,8 @@ public protocol TextTokenizer: Sendable {
     /// function again with the arguments as JSON text. Write the keys of a dictionary in a fixed order, for example sorted.
     ///
     /// - Parameters:
-    ///   - messages: the messages, with `role` and `content`, and optionally `tool_calls`, `name` and `tool_call_id`. A tool call is `{"type":
+    ///   - messages: the messages, with `role` and `content`, and optionally `tool_calls`, `name` and `tool_call_id`. `content` is a text, or a list of
+    ///     `{"type": "image"}` and `{"type": "text", "text": …}` with images or for a template that writes only such lists. A tool call is `{"type":
     ///     "function", "function": {"name": …, "arguments": {…}}}`, optionally with `id`. A JSON object is a dictionary, and JSON's null is an empty
     ///     `Optional`.
     ///   - tools: the definitions of tools; nil if there are none.

@@ -30,7 +30,16 @@ struct Said: Equatable {
     var content: String
 
     static func read(_ messages: [[String: any Sendable]]) -> [Said] {
-        messages.map { Said(role: $0["role"] as? String ?? "", content: $0["content"] as? String ?? "") }
+        messages.map { Said(role: $0["role"] as? String ?? "", content: text(of: $0["content"])) }
+    }
+
+    /// An image is a #.
+    private static func text(of content: (any Sendable)?) -> String {
+        guard let parts = content as? [any Sendable] else { return content as? String ?? "" }
+        return parts.map { part in
+            let part = part as? [String: any Sendable] ?? [:]
+            return part["type"] as? String == "image" ? "#" : part["text"] as? String ?? ""
+        }.joined()
     }
 }
 

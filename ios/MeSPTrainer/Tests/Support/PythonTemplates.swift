@@ -12,11 +12,14 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
         struct Answer: Decodable, Equatable {
             let ids: [Int]
             let counted: [Bool]
+            let places: [Int]?
         }
 
         let template: String
         let record: String
         let lossOn: String
+        /// The images of the first messages, a letter each.
+        let images: [String]?
         let refused: String?
         let unread: [String]?
         let kind: String?

@@ -1,4 +1,5 @@
 import Foundation
+import MLX
 import MeSPFiles
 import MeSPSentences
 import Testing
@@ -14,15 +15,22 @@ import Testing
     private let folder = newFolder()
     private var file: URL { folder.appendingPathComponent("a.jsonl") }
 
-    private func read(_ source: TextData.Source, _ python: PythonTemplates, _ each: PythonTemplates.Case) -> Result<
-        [Answer], MeSPError
-    > {
+    private func read(
+        _ source: @autoclosure () throws -> TextData.Source, _ python: PythonTemplates, _ each: PythonTemplates.Case
+    ) -> Result<[Answer], MeSPError> {
         do {
+            let source = try source()
             let data = TextData(
                 tokenizer: python, length: each.kind == "a text" ? 1 : 1 << 14, answersOnly: each.lossOn == "answers")
             guard each.kind == "a text" || each.kind == "a pair of answers" else {
                 let example = try data.first(of: source).example
-                return .success([answer(example.tokens.map { Int($0) }, example.counted)])
+                var found = answer(example.tokens.map { Int($0) }, example.counted)
+                if let images = example.images {
+                    var places = [Int](repeating: 0, count: found.ids.count)
+                    for (position, row) in zip(images.positions, images.rows) { places[position] = row + 1 }
+                    found = Answer(ids: found.ids, counted: found.counted, places: places)
+                }
+                return .success([found])
             }
             let target = folder.appendingPathComponent("tokens")
             try data.write(source, to: target)
@@ -48,13 +56,25 @@ import Testing
     }
 
     private func answer(_ ids: [Int], _ counted: [Int]?) -> Answer {
-        guard let counted else { return Answer(ids: ids, counted: ids.map { _ in true }) }
+        guard let counted else { return Answer(ids: ids, counted: ids.map { _ in true }, places: nil) }
         let those = Set(counted.map { $0 + 1 })
-        return Answer(ids: ids, counted: ids.indices.map { $0 > 0 && those.contains($0) })
+        return Answer(ids: ids, counted: ids.indices.map { $0 > 0 && those.contains($0) }, places: nil)
     }
 
     private func source(_ each: PythonTemplates.Case) throws -> TextData.Source {
         try file.write("\(each.record)\n")
+        if let images = each.images {
+            var conversation = try JSONDecoder().decode(Conversation.self, from: Data(each.record.utf8))
+            for (index, names) in images.enumerated() {
+                conversation.messages[index].images = try names.map { name in
+                    let text = name == "a" ? "<|end|>##\n#" : "# tile #"
+                    return try ImageFeatures(
+                        text: text.replacing("#", with: "<|image|>"),
+                        rows: MLXArray.zeros([text.count { $0 == "#" }, 2]), token: "<|image|>")
+                }
+            }
+            return .conversations([conversation])
+        }
         guard each.kind == "a pair of answers" else { return .file(file) }
         var fields = try JSONValue(json: each.record.utf8).fields ?? [:]
         fields["id"] = .string(UUID().uuidString)
@@ -74,13 +94,15 @@ import Testing
             case (.success(let found), let expected?):
                 // The first token is never in the loss. All tokens of a text are.
                 let expected = expected.map {
-                    Answer(ids: $0.ids, counted: [each.kind == "a text"] + $0.counted.dropFirst())
+                    Answer(ids: $0.ids, counted: [each.kind == "a text"] + $0.counted.dropFirst(), places: $0.places)
                 }
                 outcome = found == expected ? "equal" : "differ"
                 if each.record.contains("tool_calls") { withCalls += 1 }
                 #expect(found.map(\.ids) == expected.map(\.ids), comment)
                 #expect(found.map(\.counted) == expected.map(\.counted), comment)
-                guard each.kind == "a conversation" else { break }
+                #expect(found.map(\.places) == expected.map(\.places), comment)
+                if found.contains(where: { $0.places != nil }) { counts["with images", default: 0] += 1 }
+                guard each.kind == "a conversation", each.images == nil else { break }
                 // Conversations that were encoded and decoded as JSON give the same tokens.
                 let typed = try Conversation.read(contentsOf: file)
                 let reread = try JSONDecoder().decode([Conversation].self, from: JSONEncoder().encode(typed))
@@ -113,6 +135,7 @@ import Testing
         print("Records, \(withCalls) of those taken with tool calls: \(counts.sorted { $0.key < $1.key })")
         #expect(
             counts["a conversation equal", default: 0] > 300 && counts[" unread", default: 0] > 50 && withCalls > 50)
+        #expect(counts["with images", default: 0] > 10)
         #expect(counts["a text equal", default: 0] > 5 && counts["a pair of answers equal", default: 0] > 5)
     }
 }

@@ -305,8 +305,8 @@ import Testing
         let parts = #"[{"type": "text", "text": "b"}, "c", {"type": "output_text", "text": "d"}]"#
         let record = #"{"messages": [\#(asked), {"role": "assistant", "content": \#(parts)}]}"#
         #expect(try trained(record: record, chatML).spans == ["bcd<|im_end|>\n"])
-        let image = parts.replacing("output_text", with: "image_url")
-        #expect(refusal(record.replacing(parts, with: image)).contains("a part of the type image_url"))
+        let sound = parts.replacing("output_text", with: "input_audio")
+        #expect(refusal(record.replacing(parts, with: sound)).contains("a part of the type input_audio"))
     }
 
     @Test(arguments: ["\"weight\": 0", "\"train\": false", "\"training\": false", "\"loss\": 0", "\"masked\": true"])
