@@ -1,16 +1,7 @@
 """Tests the trained parts of conversations in TRL's chat templates, compared with TRL.
 
-TRL marks the answers by `{% generation %}` in its copies of many templates. The tests check the ids
-and the mask:
-
-- each trained span is one or more whole answers, without text of another message, and ends in a
-  token at which generation stops, or in white space after it;
-- every message is among the ids, except for reasoning that a note says is left out;
-- if only the last answer is trained, the tokens before it begin the template's prompt for it;
-- if the template has marks and all answers are trained, the ids and the mask are those of
-  transformers with TRL's copy, except for `BEGINS`, `ENDS` and `NOT_ENDED`.
-
-The tests limit how many records are refused.
+Each trained span is whole answers with their end, and if a template has marks, the ids and the mask
+are those of transformers with TRL's copy, except for `BEGINS`, `ENDS` and `NOT_ENDED`.
 """
 
 import importlib.util

@@ -50,7 +50,6 @@ struct LedgerTests {
         #expect(ledger.evals == 0)
         #expect(ledger.commandBuffers == 0)
         #expect(ledger.kernels == 0)
-        // The GPU reads an array that the CPU writes in the same evaluation.
         let both = try count { eval(exp(exp(floats(4), stream: .cpu))) }
         #expect(both.evals == 1)
         #expect(both.commandBuffers == 1)
@@ -65,7 +64,6 @@ struct LedgerTests {
         #expect(ledger.flop == 2 * 64 * 32 * 128)
         #expect(ledger.kinds["gemm"]?.readBytes == Double(4 * (64 * 32 + 32 * 128)))
         #expect(ledger.kinds["gemm"]?.writtenBytes == Double(4 * 64 * 128))
-        // The ledger counts a broadcast row of 128 numbers once.
         #expect(ledger.kinds["binary"]?.readBytes == Double(4 * (64 * 128 + 128)))
         let time = LedgerTime()
         let seconds = 200e-6 + 2 * 6e-6 + (ledger.readBytes + ledger.writtenBytes) / 80e9 + ledger.flop / 1.2e12
@@ -277,9 +275,7 @@ struct LedgerTests {
             return alive / page
         }
         #expect(try alive(.phone) == 1)
-        // x and both products are alive, because the completion handlers that release the products have not run.
         #expect(try alive(.strictPhone) == 3)
-        // Committing another command buffer runs the handlers.
         #expect(try alive(.strictPhone) { eval(MLXArray.arange(4)) } == 1)
     }
 
@@ -301,11 +297,9 @@ struct LedgerTests {
             synchronized = Memory.activeMemory - before
             withExtendedLifetime(x) {}
         }
-        // x is alive, and so is one product of each evaluation whose handlers have not run.
         #expect(alive == (1 + min(late, 6)) * page)
         #expect(synchronized == page)
         #expect(ledger.waits == 1)
-        // Six evaluations and `synchronize` use one command buffer each.
         #expect(ledger.mostInFlight == min(max(late, 1), 7))
     }
 
@@ -358,7 +352,6 @@ struct LedgerTests {
                 products()
             }
         }
-        // One buffer with 21 products runs when memory is short, so the encoder polls.
         let short = try ledger(pages: 30)
         #expect(short.spins == 1)
         #expect(short.spinning.kernels == 21)
@@ -366,7 +359,6 @@ struct LedgerTests {
         let time = LedgerTime()
         #expect(abs(short.secondsSpinning() - 21 * time.secondsPerKernel) < 23e-6)
         #expect(try ledger(pages: 60).spins == 0)
-        // With several running buffers the encoder sleeps instead of polling.
         let limits = try count(
             LedgerRules(isMetal: true, operationsPerBuffer: 4, megaElementsPerBuffer: 40, runAhead: 10)
         ) {
@@ -463,7 +455,6 @@ struct LedgerTests {
         #expect(try kernels { [x.asType(.bfloat16)] } == ["copy": 1])
         #expect(try kernels { [concatenated([x, x, x])] } == ["copy": 3])
         #expect(try kernels { [MLXArray.zeros([4])] } == ["copy": 1])
-        // The gradient of a slice is written into zeros.
         #expect(try kernels { vjp({ [$0[0][1...]] }, primals: [x], cotangents: [floats(3, 6)]).1 } == ["copy": 2])
         #expect(try kernels { [x.take(MLXArray([1, 2]), axis: 0)] } == ["gather": 1])
         #expect(try kernels { [MLXRandom.split(key: MLXRandom.key(1)).0] } == ["random": 1])  // the halves are views
@@ -491,7 +482,6 @@ struct LedgerTests {
         #expect(try product(floats(64, 64), floats(64, 128)) == ["gemm": 1])  // k is less than n
         #expect(try product(floats(64, 256), floats(256, 64)) == ["gemm": 1, "gemm_accumulate": 1])
         #expect(try product(floats(64, 96), floats(96, 64)) == ["gemm": 1])  // k is short
-        // 33 · 32 tiles of 16 × 16 are more than 1,024.
         #expect(try product(floats(513, 600), floats(600, 512)) == ["gemm": 1])
         #expect(try product(floats(512, 600), floats(600, 512)) == ["gemm": 1, "gemm_accumulate": 1])
         #expect(try product(floats(1, 256), floats(256, 64)) == ["gemv": 1])
@@ -501,7 +491,6 @@ struct LedgerTests {
         #expect(try product(floats(8, 16, 256), floats(256, 64)) == ["gemm": 1, "gemm_accumulate": 1])
         #expect(try product(floats(8, 16, 256), floats(8, 256, 64)) == ["gemm": 1])
         #expect(try kernels { [addMM(floats(64), floats(64, 64), floats(64, 128)[0..., ..<64])] } == ["gemm": 1])
-        // k is split into four parts. `gemm` writes all four in float32.
         let inParts = try count { eval(matmul(floats(64, 256), floats(256, 64))) }
         #expect(inParts.flop == 2 * 64 * 64 * 256)
         #expect(inParts.kinds["gemm"]?.writtenBytes == 65536)
@@ -562,7 +551,6 @@ struct LedgerTests {
             }
         }
         let w = [2048, 1024]
-        // k is split into eight parts, which a second kernel adds.
         let inParts = try ledger([13, 1024], w)
         #expect(counts(inParts) == ["qmm": 1, "reduce": 1])
         #expect(inParts.kinds["qmm"]?.writtenBytes == Double(8 * 13 * 2048 * 4))
@@ -570,14 +558,12 @@ struct LedgerTests {
         #expect(counts(try ledger([12, 1024], w)) == ["qmv": 1])
         #expect(counts(try ledger([32, 1024], w, generation: 17)) == ["qmv": 1])
         #expect(counts(try ledger([14, 1024], w, generation: 14)) == ["qmm": 1, "reduce": 1])
-        // A product with more than 256 tiles is not split, and a batch of products is not either.
         #expect(counts(try ledger([160, 1024], w)) == ["qmm": 1])
         #expect(counts(try ledger([2, 32, 1024], [2] + w)) == ["qmm": 1])
         // The first product has 14 parts, one for each group of a row. The second has two, because neither four nor three divides its ten groups.
         #expect(try ledger([256, 896], [128, 896]).kinds["qmm"]?.writtenBytes == Double(14 * 256 * 128 * 4))
         #expect(try ledger([256, 640], [448, 640]).kinds["qmm"]?.writtenBytes == Double(2 * 256 * 448 * 4))
         #expect(counts(try ledger([4, 2048], w, transpose: false)) == ["qmm": 1])
-        // k is split into eight parts, which a second kernel adds.
         #expect(counts(try ledger([1, 2048], w, transpose: false)) == ["qvm": 1, "reduce": 1])
         #expect(counts(try ledger([3, 2048], [2048, 192], transpose: false)) == ["qvm": 1, "reduce": 1])
         // MLX copies the words, scales and biases of a slice of columns.
@@ -615,7 +601,6 @@ struct LedgerTests {
             }
             #expect(counts(try ledger(x, bits: 2, groupSize: 128, transpose: transpose)) == counts(four))
         }
-        // The number of parts is the number of groups in a row.
         for (groupSize, parts) in [(64, 16), (128, 8)] {
             let inParts = try ledger([32, 1024], bits: 2, groupSize: groupSize, rows: 512)
             #expect(inParts.kinds["qmm"]?.writtenBytes == Double(parts * 32 * 512 * 4))
@@ -699,7 +684,6 @@ struct LedgerTests {
         #expect(counts(full) == ["attention": 1])
         // 528 query–key pairs · 4 heads · 2 products · 64 dimensions · 2 FLOP.
         #expect(full.flop == 540_672)
-        // q is copied only if its rows are not contiguous.
         #expect(
             counts(try attention(floats(1, 32, 4, 64).transposed(0, 2, 1, 3), floats(1, 2, 32, 64)))
                 == ["attention": 1])
