@@ -152,7 +152,7 @@ def test_parts_of_text_are_one_text():
 @pytest.mark.parametrize(
     ("message", "named"),
     [
-        (user([{"type": "image_url", "image_url": {"url": "x"}}]), "not text but image_url"),
+        (user([{"type": "input_audio", "audio": "x"}]), "nor an image but input_audio"),
         (user({"text": "a"}), "neither text nor a list"),
         ({"content": "a"}, 'without a "role"'),
         ({"role": "user"}, 'without "content"'),

@@ -148,7 +148,11 @@ NO_NUMBER = ", which is not a JSON number"
         ("a.jsonl", '{"text": "a", "score": NaN}', f"Line 1 of .* has NaN{NO_NUMBER}"),
         ("a.json", '[{"text": "a", "score": -Infinity}]', f"has -Infinity{NO_NUMBER}"),
         ("a.txt.gz", b"no gzip", "is not a whole gzip file"),
-        ("a.csv.gz", gzip.compress(HEAD.encode())[:-12], "is not a whole gzip file; compress it"),
+        (
+            "a.csv.gz",
+            gzip.compress(HEAD.encode(), mtime=0)[:-12],
+            "is not a whole gzip file; compress it",
+        ),
         ("a.parquet", "no table", "is not a parquet file that can be read"),
     ],
 )

@@ -290,7 +290,7 @@ def test_a_resumed_run_needs_the_texts_that_it_replays(bundle: Path, tmp_path: P
 
 def test_an_opening_that_fills_a_sequence_is_refused(bundle: Path):
     class Tokenizer:
-        has_chat_template, _chat_template = True, ""
+        has_chat_template, _chat_template, chat_template = True, "", ""
 
         def apply_chat_template(self, messages: list[dict], **_: object) -> str:
             return messages[0]["content"]

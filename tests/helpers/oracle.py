@@ -45,7 +45,8 @@ class Trained:
 @dataclass
 class Oracle:
     model: reference.Model
-    sequences: list[list[tuple[mx.array, mx.array, reference.Images | None]]]
+    sequences: list[list[tuple[mx.array, mx.array]]]
+    rows: mx.array | None = None  # of images; a token -1 - r stands for row r
 
     @classmethod
     def of(cls, path: Path, seq_len: int = SEQ_LEN) -> "Oracle":
@@ -56,22 +57,21 @@ class Oracle:
         if (examples := bundle.examples("train")) is not None:
             bounds = examples.tolist()
         mask = np.ones(len(tokens)) if bundle.mask("train") is None else bundle.mask("train")
-        images, records = bundle.images("train"), []
+        records, rows = [], None
+        if images := bundle.images("train"):
+            rows, places = images
+            tokens = np.where(places > 0, -places.astype(np.int64), tokens)
         for start, length in bounds:
             stop = start + min(length, seq_len + 1)
             counted = 1 + np.flatnonzero(mask[start + 1 : stop])
             if counted.size:
-                rows = images and (
-                    images[0],
-                    mx.array(images[1][start : stop - 1].astype(np.int32)),
-                )
-                records.append((mx.array(tokens[start:stop]), mx.array(counted), rows))
+                records.append((mx.array(tokens[start:stop]), mx.array(counted)))
         sequences = [[record] for record in records]
         if bundle.pack("train"):
-            lengths = [record.size for record, *_ in records]
+            lengths = [record.size for record, _ in records]
             packed = reference.pack(lengths, seq_len)
             sequences = [[records[index] for index in each] for each in packed]
-        return cls(reference.Model.of(bundle), sequences)
+        return cls(reference.Model.of(bundle), sequences, rows)
 
     def initial(self, recipe: Recipe) -> Parameters:
         arch = self.model.arch
@@ -104,12 +104,12 @@ class Oracle:
                 for name, (out, inp) in block.sizes().items()
             }
             lora.append(reference.pack_lora(matrices, block))
-        for number, (tokens, positions, images) in enumerate(records):
+        for number, (tokens, positions) in enumerate(records):
             own = dropout and dropout._replace(sequence=number)
-            hidden, _ = reference.forward(
-                self.model, lora, tokens[:-1], scale, dropout=own, images=images
-            )
-            y = hidden[-1]
+            ids, images = mx.maximum(tokens[:-1], 0), None
+            if self.rows is not None:
+                images = self.rows, mx.maximum(-tokens[:-1], 0)
+            y = reference.forward(self.model, lora, ids, scale, dropout=own, images=images)[0][-1]
             counted = y[:, positions - 1]
             mean = reference.cross_entropy(counted, tokens[positions], self.model.head, arch)
             losses.append((mean * counted.shape[1], counted.shape[1]))

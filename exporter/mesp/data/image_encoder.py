@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mesp.bundle.manifest import Manifest
 from mesp.data.images import Image
 from mesp.data.loss_mask import Encoded
 from mesp.errors import MespError
-from mesp.source_model.find import find_source
 from mesp.vision import VisionTower
 
 
@@ -53,20 +51,6 @@ class ImageEncoder:
             self._parts.append(features.rows)
             self._count += features.rows.shape[0]
         return self._places[id(features.rows)]
-
-    @classmethod
-    def of_bundle(cls, bundle: Manifest, vision: str | None, tokenizer: Any) -> ImageEncoder:
-        """`vision` is the model with the vision tower; None: the one that the bundle is of."""
-        try:
-            source = find_source(vision or bundle.model.id, False)
-        except MespError as error:
-            raise MespError(
-                f"Images need the vision tower of {bundle.model.id}, which is not found: name the "
-                "model's folder with --vision."
-            ) from error
-        if source.folder is None:
-            raise MespError(f"{source.name} has no vision tower.")
-        return cls(VisionTower.open(source.folder), tokenizer)
 
     def add(self, images: Iterable[Image]) -> None:
         for image in images:

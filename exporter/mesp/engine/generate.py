@@ -9,10 +9,10 @@ from mesp.adapters.weighted import StrPath, weigh
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.data.fields import OPTIONS
-from mesp.data.image_encoder import ImageEncoder
 from mesp.data.prompts import as_trained, encode_prompt
 from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine import process
+from mesp.engine.images import open_images
 from mesp.engine.process import Record
 from mesp.errors import plain_errors
 
@@ -81,7 +81,7 @@ class TextStream:
         )  # fmt: skip
         split, encoder = bool(how["split_special_tokens"]), None
         if images:
-            encoder = ImageEncoder.of_bundle(manifest, vision, self._tokenizer)
+            encoder = open_images(manifest, vision, self._tokenizer)
         tokens = encode_prompt(
             self._tokenizer, prompt, how["chat"], system_prompt, split, how[OPTIONS], images,
             encoder,

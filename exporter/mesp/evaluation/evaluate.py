@@ -13,10 +13,10 @@ from mesp.adapters.weighted import StrPath, describe, list_folders, weigh
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.data.fields import OPTIONS
-from mesp.data.image_encoder import ImageEncoder
 from mesp.data.prompts import as_trained
 from mesp.data.records import Conversation
 from mesp.data.tokenizer import load_bundle_tokenizer
+from mesp.engine.images import open_images
 from mesp.errors import MespError
 from mesp.evaluation.evaluated_model import AT_ONCE, EvaluatedModel, running_model
 from mesp.evaluation.metrics import Metric
@@ -149,7 +149,7 @@ def evaluate(
         prompts = (each.prompt for each in records if isinstance(each, AnswerRecord))
         images = [i for each in prompts if isinstance(each, Conversation) for i in each.images]
         if images:
-            encoder = ImageEncoder.of_bundle(manifest, vision, tokenizer)
+            encoder = open_images(manifest, vision, tokenizer)
             encoder.add(images)
         options = ScoringOptions(
             how["chat"], max_tokens or MAX_TOKENS, tuple(stop), _pattern(extract), is_json,
