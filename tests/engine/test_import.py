@@ -244,8 +244,9 @@ def test_what_an_import_says(family: str, text: str, others: tuple[str, ...], tm
     assert kinds[0] == "model" and kinds[-1] == "end" and set(kinds[1:-1]) == {"progress"}
     first = done.records[0]
     assert (first["name"], first["model_type"]) == ("Tiny-4bit", family)
-    (left_out,) = first["notices"]
+    left_out, *of_images = first["notices"]
     assert left_out.startswith("2 tensors are left out")
+    assert ["own vision tower" in each for each in of_images] == [True] * (family == "smolvlm")
     assert done.end["kept_bytes"] == 0 and done.end["seconds"] > 0
     assert 0 < done.end["footprint_peak_bytes"] < 50e6
     manifest = manifest_of(tmp_path / "a.mesp")

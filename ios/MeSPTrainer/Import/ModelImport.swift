@@ -71,6 +71,9 @@ package struct ModelImport: Sendable {
             notices.append(
                 "\(source.leftOut) tensors are left out: the text alone is trained, without layers that predict several tokens."
             )
+            if ["smolvlm", "idefics3"].contains(manifest.architecture.modelType) {
+                notices.append("To train on images too, take their features from this model's own vision tower.")
+            }
         }
         self.notices = notices
         let files = source.files.map { "\($0.url.lastPathComponent) \($0.size) \($0.modified)" }
