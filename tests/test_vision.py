@@ -55,6 +55,14 @@ def _rows(model: Any, inputs: dict[str, Any]) -> mx.array:
     return model.get_input_embeddings(**inputs).inputs_embeds[0][mx.array(places)]
 
 
+def _assert_rows_in_bfloat16(folder: Path) -> None:
+    model, processor = _whole(folder)
+    image = picture(70, 50)
+    rows = VisionTower.open(folder).features(image).rows
+    assert rows.dtype == mx.bfloat16
+    assert mx.array_equal(rows, _rows(model, _inputs(processor, "<image>", image)))
+
+
 def _equal(one: ImageFeatures, other: ImageFeatures) -> bool:
     return one.text == other.text and mx.array_equal(one.rows, other.rows).item()
 
@@ -76,11 +84,7 @@ def test_rows_are_those_of_mlx_vlm(
 @families
 def test_rows_are_in_the_dtype_of_the_model(tmp_path: Path, family: str):
     folder = write_vision_model(tmp_path / "model", family, dtype=mx.bfloat16)
-    model, processor = _whole(folder)
-    image = picture(70, 50)
-    rows = VisionTower.open(folder).features(image).rows
-    assert rows.dtype == mx.bfloat16
-    assert mx.array_equal(rows, _rows(model, _inputs(processor, "<image>", image)))
+    _assert_rows_in_bfloat16(folder)
 
 
 @families
@@ -92,11 +96,7 @@ def test_reads_a_quantized_model_in_the_form_of_mlx(
     model.set_dtype(mx.bfloat16)
     nn.quantize(model.language_model, group_size=32, bits=4)
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    model, processor = _whole(folder)
-    image = picture(70, 50)
-    rows = VisionTower.open(folder).features(image).rows
-    assert rows.dtype == mx.bfloat16
-    assert mx.array_equal(rows, _rows(model, _inputs(processor, "<image>", image)))
+    _assert_rows_in_bfloat16(folder)
 
 
 @families

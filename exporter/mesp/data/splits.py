@@ -88,9 +88,9 @@ def as_examples(
     tokens, mask = _joined(parts)
     places = None
     if any(part.places is not None for part in parts):
-        all_text = (np.zeros(len(part.ids), np.uint32) for part in parts)
-        both = zip(parts, all_text, strict=True)
-        places = np.concatenate([text if p.places is None else p.places for p, text in both])
+        places = np.concatenate(
+            [np.zeros(len(p.ids), np.uint32) if p.places is None else p.places for p in parts]
+        )
     return Split(tokens, np.array(examples, np.uint32), mask, pack=pack, places=places, **counts)
 
 

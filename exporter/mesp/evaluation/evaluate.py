@@ -171,14 +171,14 @@ def evaluate(
             pass
     names = [describe(weighted) or None for weighted in models]
     measured, cut = [], 0
-    for weighted, name in zip(models, names, strict=True):
-        shown = Task(progress, name or "base", total)
-        with (
-            encoder.rows_file() if encoder else nullcontext() as file,
-            running_model(path, weighted, tokenizer, max_length, at_once, device, file) as model,
-        ):
-            measured.append(one(model, shown.advance))
-        cut = max(cut, model.cut)
+    with encoder.rows_file() if encoder else nullcontext() as file:
+        for weighted, name in zip(models, names, strict=True):
+            shown = Task(progress, name or "base", total)
+            with running_model(
+                path, weighted, tokenizer, max_length, at_once, device, file
+            ) as model:
+                measured.append(one(model, shown.advance))
+            cut = max(cut, model.cut)
     return Evaluation(
         make_rows(names, [metrics for metrics, _ in measured]),
         tuple(samples for _, samples in measured),
