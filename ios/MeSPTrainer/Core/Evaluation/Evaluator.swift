@@ -20,10 +20,12 @@ package struct Evaluator {
 
     /// - Parameter images: rows that stand for tokens below 0 in prompts: row r for the token -1 - r
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = [], images: ImageRows? = nil) throws {
-        var models = [try CachedModel(bundle, adapters: adapters)]
-        if !adapters.isEmpty { models.append(try CachedModel(bundle)) }
-        for index in models.indices { models[index].images = images }
-        self.init(models[0], base: models.count > 1 ? models[1] : nil)
+        func model(_ adapters: [WeightedAdapters]) throws -> CachedModel {
+            var model = try CachedModel(bundle, adapters: adapters)
+            model.images = images
+            return model
+        }
+        self.init(try model(adapters), base: adapters.isEmpty ? nil : try model([]))
     }
 
     init(_ model: CachedModel, base: CachedModel? = nil) {
