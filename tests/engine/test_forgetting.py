@@ -212,7 +212,7 @@ def test_own_texts_are_drawn_from_the_model(bundle: Path):
     four standard deviations.
     """
     tokenizer = load_bundle_tokenizer(bundle)
-    texts = sample_replay_texts(bundle, None, tokenizer, 48, SEQ_LEN, seed=3)
+    texts = sample_replay_texts(bundle, None, tokenizer, 24, SEQ_LEN, seed=3)
     assert texts.tokens.shape == (24 * (SEQ_LEN + 1),)
     start = find_opening(tokenizer)
     model, differences, variance = model_with(bundle, None), 0.0, 0.0
@@ -225,8 +225,8 @@ def test_own_texts_are_drawn_from_the_model(bundle: Path):
         differences += (-logs[np.arange(len(logs)), row[len(start) :]] - entropies).sum()
         variance += ((shares * logs**2).sum(1) - entropies**2).sum()
     assert abs(differences) < 4 * variance**0.5
-    again = sample_replay_texts(bundle, None, tokenizer, 48, SEQ_LEN, seed=3)
-    other = sample_replay_texts(bundle, None, tokenizer, 48, SEQ_LEN, seed=4)
+    again = sample_replay_texts(bundle, None, tokenizer, 24, SEQ_LEN, seed=3)
+    other = sample_replay_texts(bundle, None, tokenizer, 24, SEQ_LEN, seed=4)
     assert np.array_equal(texts.tokens, again.tokens)
     assert not np.array_equal(texts.tokens, other.tokens)
 

@@ -1,12 +1,12 @@
 """Samples texts from the model, to replay them while the model is trained.
 
 The expected gradient of the loss on such texts is the gradient of the Kullback-Leibler divergence
-from the model that wrote them.
+from the model that wrote them, if each text is replayed once.
 """
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -20,12 +20,11 @@ from mesp.data.splits import Split
 from mesp.engine.process import evaluator
 from mesp.errors import MespError
 
-MOST_TEXTS = 64
-# The number of sequences that replay each text, unless more than MOST_TEXTS texts would be needed.
-# Writing a text takes longer than a step, so each text is used more than once.
-TIMES = 2
 LENGTH = 128
 AT_ONCE = 8
+REPORTED = 50
+
+log = logging.getLogger(__name__)
 
 
 def sample_replay_texts(
@@ -38,8 +37,7 @@ def sample_replay_texts(
     options: Mapping[str, Any] | None = None,
     device: str | None = None,
 ) -> Split:
-    """Returns texts that the bundle's model with `adapters` wrote at temperature 1, for `count`
-    sequences.
+    """Returns `count` texts that the bundle's model with `adapters` wrote at temperature 1.
 
     Each example is an opening, followed by at most `LENGTH` tokens. The opening is the chat
     template's text before a user's first words or, if there is none, the begin or end token.
@@ -51,7 +49,7 @@ def sample_replay_texts(
             f"The chat template begins with {len(start)} tokens, which fill a sequence of "
             f"{seq_len}: give --replay-data to replay, or a longer --seq-len."
         )
-    prompts = [start] * min(math.ceil(count / TIMES), MOST_TEXTS)
+    prompts = [start] * count
     texts = [[*start] for _ in prompts]
 
     def take(index: int, token: int) -> bool:
@@ -60,8 +58,9 @@ def sample_replay_texts(
 
     with evaluator(bundle, weigh(adapters), device) as engine:
         written = engine.generate(prompts, length - len(start), (), AT_ONCE, take, 1.0, seed << 16)
-        for _ in written:
-            pass
+        for done, _ in enumerate(written, 1):
+            if done % REPORTED == 0 or done == count:
+                log.info("Sampled %s of %s texts", f"{done:,}", f"{count:,}")
     starts = np.arange(len(texts)) * length
     examples = np.stack([starts, np.full(len(texts), length)], axis=1)
     mask = np.tile(np.arange(length) >= len(start), len(texts)).astype(np.uint8)
