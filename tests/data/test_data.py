@@ -251,8 +251,7 @@ def test_examples_are_what_mlx_lm_makes_of_the_records(
     records = [each for each in RECORDS[kind] if not mask_prompt or ends_with_an_answer(each)]
     for split in ("train", "valid", "test"):
         write_records(tmp_path / f"{split}.jsonl", records)
-    pack = False if kind == "text" else None
-    splits = load(tmp_path, chat_tokenizer, 512, pack=pack, loss_on=loss_on)
+    splits = load(tmp_path, chat_tokenizer, 512, loss_on=loss_on)
     dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt)
     expected = [dataset.process(record) for record in records]
     assert any(prompt for _, prompt in expected) == mask_prompt
@@ -282,10 +281,16 @@ def test_packed_texts_follow_each_other(chat_tokenizer, tmp_path):
     assert not splits["train"].pack
 
 
-def test_text_is_packed_by_default_and_other_records_are_not(chat_tokenizer, tmp_path):
-    for kind, packed, seq_len in (("text", True, 16), ("completions", False, 128), ("chat", 0, 64)):
-        splits = load_records(tmp_path, RECORDS[kind], chat_tokenizer, seq_len)
-        assert (splits["train"].examples is None) == packed
+def test_a_long_text_of_a_record_is_split_and_its_tokens_are_each_predicted_once(
+    chat_tokenizer, tmp_path
+):
+    alone = load_records(tmp_path, RECORDS["text"], chat_tokenizer, 512)
+    split = load_records(tmp_path, RECORDS["text"], chat_tokenizer, 6)
+    for name, each in alone.items():
+        predicted = [ids[1:] for ids, _ in examples(each)]
+        pieces = [ids for ids, _ in examples(split[name])]
+        assert [x for ids in pieces for x in ids[1:]] == [x for ids in predicted for x in ids]
+        assert all(len(ids) <= 7 for ids in pieces)
 
 
 def test_the_last_tenth_of_the_records_is_held_out(chat_tokenizer, tmp_path):
@@ -363,11 +368,10 @@ def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
 
 def test_text_that_fills_no_sequence_is_counted(chat_tokenizer, tmp_path, caplog):
     path = write_records(tmp_path / "notes.jsonl", [{"text": f"Note {n}."} for n in range(20)])
-    tokens = len(load(path, chat_tokenizer, 100, hold_out=0)["train"].tokens)
-    assert f"The last {(tokens - 1) % 100} of {tokens} train tokens fill no sequence" in caplog.text
-    caplog.clear()
-    load(path, chat_tokenizer, 100, hold_out=0, pack=False, long="split")
+    load(path, chat_tokenizer, 100, hold_out=0)
     assert "fill no sequence" not in caplog.text
+    tokens = len(load(path, chat_tokenizer, 100, hold_out=0, pack=True)["train"].tokens)
+    assert f"The last {(tokens - 1) % 100} of {tokens} train tokens fill no sequence" in caplog.text
 
 
 @pytest.mark.parametrize("pack", [False, True])

@@ -54,7 +54,7 @@ def export(folder: Path, data: Path, *options: object) -> Path:
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("records")
-    return export(folder, write_records(folder / "records.jsonl", 30), "--no-pack")
+    return export(folder, write_records(folder / "records.jsonl", 30), "--long", "cut")
 
 
 def begin_with_key(bundle: Path, output: Path, **settings: object) -> Path:
@@ -313,7 +313,7 @@ def test_a_run_goes_on_to_more_steps(bundle: Path, tmp_path: Path):
 
 
 def test_other_data_is_refused_on_resuming(bundle: Path, tmp_path: Path):
-    other = export(tmp_path, write_records(tmp_path / "other.jsonl", 40), "--no-pack")
+    other = export(tmp_path, write_records(tmp_path / "other.jsonl", 40), "--long", "cut")
     assert train(bundle, tmp_path / "run", "--dp-noise", 1).returncode == 0
     done = run("train", other, "--resume", "--out", tmp_path / "run", "--steps", 5)
     assert done.returncode == 2 and "The train data has changed since the run" in done.stderr

@@ -1,7 +1,8 @@
 """Measures what a model recalls of facts that it was taught, and what it loses.
 
-    python tools/studies/recall.py                           30 facts, three seeds
-    python tools/studies/recall.py --blocks-per-step 0.25    also with some of the blocks a step
+    python tools/studies/recall.py                                    30 facts, three seeds
+    python tools/studies/recall.py --way "notes with a prompt" --replay 0.25
+    python tools/studies/recall.py --way questions --blocks-per-step 0.25
 
 The facts are of invented people, three of each: where they live, what they like to eat and which
 animal they have. The model is asked in the words of the training data, in other words, backwards
@@ -43,7 +44,8 @@ OUT = Path("build/recall")
 SEQ_LEN = 64
 BATCH_SIZE = 2
 STEPS = 5  # for each fact
-WAYS = ("notes in one stream", "notes", "notes in a chat", "questions")
+REPLAYING: dict[str, Any] = {"batch_size": 8, "steps": 4}  # for each fact
+WAYS = ("notes in one stream", "notes", "notes with a prompt", "questions")
 MAX_TOKENS = 16
 QUESTIONS = ("same words", "other words", "backwards", "two facts", "known")
 
@@ -125,7 +127,7 @@ def ask_about(people: Sequence[Person]) -> list[Question]:
 
 
 def records(way: str, people: Sequence[Person]) -> list[dict[str, Any]]:
-    if way == "notes in a chat":
+    if way == "notes with a prompt":
         return [{"prompt": f"Tell me about {p.name}.", "completion": p.note} for p in people]
     if way.startswith("notes"):
         return [{"text": person.note} for person in people]
@@ -164,7 +166,7 @@ def answer(
 def export(source: str, way: str, facts: int, seed: int, people: Sequence[Person]) -> Bundle:
     data = OUT / f"{way.replace(' ', '-')}-{facts}-{seed}"
     write_data(data, train=records(way, people))
-    options = DataOptions(pack=None if way == "notes in one stream" else False, hold_out=0)
+    options = DataOptions(pack=way == "notes in one stream", hold_out=0)
     return mesp.export(
         source, OUT / f"{data.name}.mesp", data=str(data), seq_len=SEQ_LEN, overwrite=True,
         data_options=options,
@@ -177,22 +179,29 @@ def export(source: str, way: str, facts: int, seed: int, people: Sequence[Person
 @click.option("--seeds", default=3, show_default=True)
 @click.option(
     "--blocks-per-step", "shares", type=float, multiple=True,
-    help="Train on questions also with this share of the blocks a step: for as many steps, and for "
-    "as long. Repeatable.",
+    help="Train on the last way also with this share of the blocks a step: for as many steps, and "
+    "for as long. Repeatable.",
 )  # fmt: skip
-@click.option("--only-questions", is_flag=True, help="Only what is trained on questions.")
+@click.option(
+    "--way", "ways", multiple=True, type=click.Choice(WAYS), default=WAYS,
+    help="Teach only so, without the comparison to prompts. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--replay", type=float, metavar="SHARE",
+    help="Train in larger batches, with this share of texts that the model wrote.",
+)  # fmt: skip
 def main(
-    model: str | None, facts: int, seeds: int, shares: tuple[float, ...], only_questions: bool
-) -> None:
+    model: str | None, facts: int, seeds: int, shares: tuple[float, ...], ways: tuple[str, ...],
+    replay: float | None,
+) -> None:  # fmt: skip
     """Measure recall of taught facts, and what is lost."""
     source = model or find_model()
-    ways = ("questions",) if only_questions else WAYS
     found: dict[str, list[tuple[Answers, dict[str, float], RunLog | None, float]]] = {}
     for seed in range(seeds):
         people = invent(facts // 3, seed)
         questions = ask_about(people)
         bundles = {way: export(source, way, facts, seed, people) for way in ways}
-        bundle = bundles["questions"]
+        bundle = bundles[ways[-1]]
         texts, own = write_texts(()), ask(bundle)
         base = perplexities(bundle, texts, own, None)
 
@@ -209,23 +218,26 @@ def main(
             lost = {name: value / base[name] - 1 for name, value in lost.items()}
             found.setdefault(label, []).append((answers, lost, run, seconds))
 
-        if not only_questions:
+        if ways == WAYS:
             add("nothing")
             add("all notes in the prompt", notes="all")
             add("the right note in the prompt", notes="own")
-        options: dict[str, Any] = {"seed": seed, "batch_size": BATCH_SIZE, "val_batches": 0}
+        options: dict[str, Any] = {"seed": seed, "val_batches": 0}
+        options |= {"batch_size": BATCH_SIZE, "steps": STEPS * facts}
+        if replay:
+            options |= REPLAYING | {"steps": REPLAYING["steps"] * facts, "replay": replay}
         for way in ways:
-            out = OUT / "runs" / bundles[way].path.stem
-            run = learn(bundles[way], out, steps=STEPS * facts, **options)
-            add(f"trained on {way}", run)
+            out = OUT / "runs" / f"{bundles[way].path.stem}{f'-{replay:g}' if replay else ''}"
+            run = learn(bundles[way], out, **options)
+            add(f"trained on {way}{' and replay' if replay else ''}", run)
         for share in shares:
-            label = f"questions, {share:g} of the blocks"
-            out = OUT / "runs" / f"{bundle.path.stem}-{share:g}"
+            label = f"{ways[-1]}, {share:g} of the blocks"
+            out = OUT / "runs" / f"{bundle.path.stem}-{share:g}-of-the-blocks"
             options["blocks_per_step"] = share
-            same = learn(bundle, out, steps=STEPS * facts, **options)
+            same = learn(bundle, out, **options)
             add(f"{label}, same steps", same)
             steps = round(run.last_step * run.end["seconds"] / same.end["seconds"])
-            long = learn(bundle, out.with_name(f"{out.name}-long"), steps=steps, **options)
+            long = learn(bundle, out.with_name(f"{out.name}-long"), **options | {"steps": steps})
             add(f"{label}, same time", long)
         Console(width=200, highlight=False).print(make_table(found, facts))
     draw(found, OUT / "recall.png")

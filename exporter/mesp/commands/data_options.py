@@ -35,7 +35,7 @@ ignore_option = several(
 
 def data_options(function: Callable[..., None]) -> Callable[..., None]:
     @click.option(
-        "--pack/--no-pack", default=None, show_default="--pack for text, --no-pack otherwise",
+        "--pack/--no-pack", default=None, show_default="--pack for text files, else --no-pack",
         help="Several records a sequence, or one: text is joined into one stream, and prompts with "
         "answers and conversations are kept apart, each with its own positions and attention.",
     )  # fmt: skip
@@ -54,7 +54,7 @@ def data_options(function: Callable[..., None]) -> Callable[..., None]:
         "the chat template's stay.",
     )  # fmt: skip
     @click.option(
-        "--long", type=click.Choice(["cut", "split"]), default="cut",
+        "--long", type=click.Choice(["cut", "split"]), show_default="split for text, cut otherwise",
         help="Cut or split records longer than the longest sequence; text in one stream has none.",
     )  # fmt: skip
     @click.option(

@@ -44,10 +44,11 @@ class DataOptions:
     """The options for reading data.
 
     - `pack`: whether text becomes one stream, and short records of other kinds share a sequence.
-      None: only text is packed.
+      None: only the text of files does.
     - `loss_on`: the part in the loss, one of `LOSS_ON`. None: ``all`` for text, ``answers`` for
       other kinds.
-    - `long`: whether examples longer than the longest sequence are ``cut`` or ``split``.
+    - `long`: whether examples longer than the longest sequence are ``cut`` or ``split``. None:
+      ``split`` for text, ``cut`` for other kinds.
     - `selection`: the part of a dataset that is read.
     - `chat`: whether prompts and answers that are strings go through the chat template. None: yes,
       if the tokenizer has a template.
@@ -58,7 +59,7 @@ class DataOptions:
 
     pack: bool | None = None
     loss_on: str | None = None
-    long: str = "cut"
+    long: str | None = None
     selection: Selection = field(default_factory=Selection)
     chat: bool | None = None
     hold_out: float = HELD_OUT
@@ -109,12 +110,15 @@ def tokenize(
     data: str, records: Records, tokenizer: Any, seq_len: int, vocab_size: int,
     options: DataOptions, open_images: Callable[[], ImageEncoder] | None = None,
 ) -> dict[str, Split]:  # fmt: skip
-    kind = kind_of(itertools.chain(*records.values()))
-    pack = kind is Text if options.pack is None else options.pack
+    every_record = [*itertools.chain(*records.values())]
+    kind = kind_of(every_record)
+    of_files = any(isinstance(each, Text) and each.is_file for each in every_record)
+    pack = of_files if options.pack is None else options.pack
     loss_on = options.loss_on or ("all" if kind is Text else "answers")
+    long = options.long or ("split" if kind is Text else "cut")
     is_stream = kind is Text and pack
     kept = leave_out(data, records, loss_on)
-    _check_options(data, kept, kind, replace(options, pack=pack, loss_on=loss_on))
+    _check_options(data, of_files, kind, replace(options, pack=pack, loss_on=loss_on, long=long))
     if not is_stream:
         hold_out_records(data, kept, options.hold_out)
     encoder = Encoder(
@@ -129,7 +133,7 @@ def tokenize(
         elif is_stream:
             splits[split] = as_stream(each, begin_of_text(tokenizer))
         else:
-            splits[split] = as_examples(data, split, each, seq_len, options.long, pack)
+            splits[split] = as_examples(data, split, each, seq_len, long, pack)
     if is_stream:
         hold_out_tokens(data, splits, seq_len, options.hold_out)
     check_labels(data, splits)
@@ -143,7 +147,7 @@ def tokenize(
     kwargs = {repr(each.options): each.options for each in every}
     common = every[0].options if len(kwargs) == 1 else {}
     encoding = replace(options, chat_template_kwargs=common).encoding
-    sentences = _counts(records, splits, seq_len, options.long, loss_on) + _notes(every)
+    sentences = _counts(records, splits, seq_len, long, loss_on) + _notes(every)
     if len(kwargs) > 1:
         sentences.append(
             f'Records differ in "{OPTIONS}", so the model is asked without: {len(kwargs)} kinds.'
@@ -154,7 +158,7 @@ def tokenize(
         if rest > count / 100:
             sentences.append(
                 f"The last {rest:,} of {count:,} train tokens fill no sequence of {seq_len} and "
-                "are not trained: with --no-pack --long split all are."
+                "are not trained: with a shorter --seq-len fewer are left."
             )
     if sentences:
         log.warning("%s", " ".join(sentences))
@@ -255,7 +259,7 @@ def make_random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Spli
     }
 
 
-def _check_options(data: str, records: Records, kind: type[AnyRecord], given: DataOptions) -> None:
+def _check_options(data: str, of_files: bool, kind: type[AnyRecord], given: DataOptions) -> None:
     of_text, loss_on = kind is Text, f"--loss-on {given.loss_on}"
     if of_text and given.loss_on != "all":
         raise MespError(f"{data} has text, which has no answers: leave out {loss_on}.")
@@ -268,8 +272,7 @@ def _check_options(data: str, records: Records, kind: type[AnyRecord], given: Da
             f"{data} is preference data, whose answers are one a sequence and alone in "
             f"the loss: leave out {option}."
         )
-    every = itertools.chain(*records.values())
-    if of_text and not given.pack and any(each.is_file for each in every):
+    if of_files and not given.pack:
         raise MespError(
             f"{data} has text without records, so it is packed: leave out --no-pack, or write it "
             'as a JSONL file of {"text": …}.'

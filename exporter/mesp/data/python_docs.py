@@ -25,7 +25,11 @@ def python_docs() -> dict[str, list[Text]]:
                 sections[-1].append(paragraph)
             if sum(map(len, sections[-1])) > 4000:
                 sections.append([])
-    documents = [Text("\n\n".join(each) + "\n", where="python-docs") for each in sections if each]
+    documents = [
+        Text("\n\n".join(each) + "\n", is_file=True, where="python-docs")
+        for each in sections
+        if each
+    ]
     return {
         "train": [each for i, each in enumerate(documents) if i % HELD_OUT != HELD_OUT // 2],
         "valid": documents[HELD_OUT // 2 :: HELD_OUT],

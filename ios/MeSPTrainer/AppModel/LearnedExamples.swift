@@ -197,7 +197,7 @@ private struct HeldOutPrompts: Sendable {
         while start < half.count, pieces[start].allSatisfy(\.isWhitespace) || tokens[start] == tokenizer.endOfText {
             start += 1
         }
-        var end = min(start + Self.length, tokens.count)
+        var end = min(start + Self.length, (start + tokens.count) / 2)
         let limit = min(end + Self.length / 2, tokens.count)
         while end < limit, !(pieces[end].first?.isWhitespace ?? false) { end += 1 }
         return Array(tokens[start..<end])

@@ -41,6 +41,7 @@ struct TextRecord: Record {
         var ids = try encoder.plain.encode(render(&encoder), addsSpecialTokens: !isPiece)
         if isPiece, begins, let begin = encoder.tokenizer.begin { ids.insert(begin, at: 0) }
         if ends, !ids.isEmpty, let end = encoder.tokenizer.endOfText { ids.append(end) }
+        guard isPiece || ids.count > 1 else { throw MeSPError("it has an empty text; leave it out.") }
         return [Encoded(tokens: ids.map { UInt32($0) }, counted: ids.map { _ in true })]
     }
 }

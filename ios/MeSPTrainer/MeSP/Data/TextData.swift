@@ -5,9 +5,9 @@ import MeSPSentences
 
 /// Tokenizes a text for a run, and writes the tokens to a folder. `RunSettings.data` names this folder.
 ///
-/// Plain text and records with `text` become one stream of tokens, all of them in the loss. A record with `prompt` and `completion`, or with
-/// `messages`, becomes one sequence by the chat template, cut to the sequence length. In such a sequence only answers are in the loss, unless
-/// `answersOnly` is false. Without a template the completion directly follows the prompt. The last tenth of the data is held out. A record is refused
+/// Plain text becomes one stream of tokens. A record with `text` becomes a sequence, or several if it is long. All their tokens are in the loss. A
+/// record with `prompt` and `completion`, or with `messages`, becomes one sequence by the chat template, cut to the sequence length. In such a
+/// sequence only answers are in the loss, unless `answersOnly` is false. Without a template the completion directly follows the prompt. The last tenth of the data is held out. A record is refused
 /// if it has a field that nothing reads and that may be content.
 package struct TextData: Sendable {
     package enum Source: Sendable {
@@ -54,7 +54,7 @@ package struct TextData: Sendable {
     ) throws -> DataNotices {
         var data = try Encoding(source, self)
         try data.encode(upTo: .max, progress: progress)
-        try TokenFolder.write(data.isText ? data.windows() : data.examples(), to: folder)
+        try TokenFolder.write(data.isStream ? data.windows() : data.examples(), to: folder)
         return data.notices
     }
 
@@ -63,7 +63,7 @@ package struct TextData: Sendable {
     /// - Throws: `MeSPError` if `source` cannot be read, or has an unsuitable record. Faults in the tokens of later records are not found.
     package func first(of source: Source) throws -> (example: Example, notices: DataNotices) {
         var data = try Encoding(source, self)
-        try data.encode(upTo: leavesOutInvalid ? .max : data.isText ? length + 1 : 1) { _ in }
+        try data.encode(upTo: leavesOutInvalid ? .max : data.isStream ? length + 1 : 1) { _ in }
         return (try data.first(), data.notices)
     }
 
@@ -71,7 +71,7 @@ package struct TextData: Sendable {
         private let records: Records
         private let data: TextData
         private var encoder: RecordEncoder
-        /// The answers of a pair are together.
+        /// The answers of a pair are together, as are the sequences of a text.
         private var parts = [[Encoded]]()
         private var tokens = [UInt32]()
         private var isWhole = false
@@ -86,18 +86,22 @@ package struct TextData: Sendable {
             encoder.notices.invalid = records.invalid
         }
 
-        var isText: Bool { records.records.first?.record is TextRecord }
+        private var isText: Bool { records.records.first?.record is TextRecord }
+        var isStream: Bool { (records.records.first?.record as? TextRecord)?.isPiece == true }
         var notices: DataNotices { encoder.notices }
 
         mutating func encode(upTo limit: Int, progress: (Double) throws -> Void) throws {
             defer { encoder.notices.hasSplit = encoder.plain.hasSplit }
             var refusals = RefusedRecords(areLeftOut: data.leavesOutInvalid)
             for (index, (place, record)) in records.records.enumerated() {
-                guard (isText ? tokens.count : parts.count) < limit else { return }
-                if isText {
+                guard (isStream ? tokens.count : parts.count) < limit else { return }
+                if isStream {
                     tokens += try record.mask(&encoder).flatMap(\.tokens)
                 } else {
-                    try refusals.collect(place) { take(try record.mask(&encoder)) }
+                    try refusals.collect(place) {
+                        let encoded = try record.mask(&encoder)
+                        take(record is TextRecord ? encoded.flatMap(split) : encoded)
+                    }
                     if limit < .max { try refusals.check() }
                 }
                 try progress(Double(index + 1) / Double(records.records.count))
@@ -106,6 +110,14 @@ package struct TextData: Sendable {
             encoder.notices.invalid += refusals.invalid.map(InvalidRecord.init)
             encoder.notices.invalid.sort { $0.index < $1.index }
             isWhole = true
+        }
+
+        /// Returns the text in sequences. Each begins with the last token of the one before it, so each token is predicted once.
+        private func split(_ text: Encoded) -> [Encoded] {
+            stride(from: 0, to: text.tokens.count - 1, by: data.length).map {
+                let bounds = $0..<min($0 + data.length + 1, text.tokens.count)
+                return Encoded(tokens: Array(text.tokens[bounds]), counted: Array(text.counted[bounds]))
+            }
         }
 
         /// Cuts the parts of a record to the sequence length. Leaves the record out if no token in the loss remains in one of them.
@@ -143,7 +155,7 @@ package struct TextData: Sendable {
         }
 
         func first() throws -> Example {
-            if isText {
+            if isStream {
                 if isWhole { _ = try windows() }
                 return stream(tokens[...]).sequences(lengths: [data.length])[0]
             }
@@ -178,7 +190,7 @@ package struct TextData: Sendable {
                     var own = example.images.compactMap { known[$0.rows] }.joined().makeIterator()
                     places += example.isRow.map { $0 ? own.next() ?? 0 : 0 }
                     places += [UInt32](repeating: 0, count: tokens.count - places.count)
-                    if part.count > 1 {
+                    if part.count > 1, !isText {
                         labels.append((index == 0 ? TokenStream.Label.chosen : .rejected).rawValue)
                     }
                 }

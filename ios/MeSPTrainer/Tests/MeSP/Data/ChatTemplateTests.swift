@@ -20,9 +20,8 @@ import Testing
     ) -> Result<[Answer], MeSPError> {
         do {
             let source = try source()
-            let data = TextData(
-                tokenizer: python, length: each.kind == "a text" ? 1 : 1 << 14, answersOnly: each.lossOn == "answers")
-            guard each.kind == "a text" || each.kind == "a pair of answers" else {
+            let data = TextData(tokenizer: python, length: 1 << 14, answersOnly: each.lossOn == "answers")
+            guard each.kind == "a pair of answers" else {
                 let example = try data.first(of: source).example
                 var found = answer(example.tokens.map { Int($0) }, example.counted)
                 if let images = example.images {
@@ -39,7 +38,6 @@ import Testing
                     (0..<bytes.count / 4).map { Int(bytes.loadUnaligned(fromByteOffset: $0 * 4, as: UInt32.self)) }
                 }
             }
-            guard each.kind == "a pair of answers" else { return .success([answer(ids[0] + ids[1], nil)]) }
             let mask = try Data(contentsOf: target.appendingPathComponent("train.mask.bin")).map { $0 == 1 }
             let bounds = try Data(contentsOf: target.appendingPathComponent("train.examples.bin")).withUnsafeBytes {
                 $0.loadUnaligned(fromByteOffset: 8, as: UInt32.self)
@@ -55,8 +53,7 @@ import Testing
         }
     }
 
-    private func answer(_ ids: [Int], _ counted: [Int]?) -> Answer {
-        guard let counted else { return Answer(ids: ids, counted: ids.map { _ in true }, places: nil) }
+    private func answer(_ ids: [Int], _ counted: [Int]) -> Answer {
         let those = Set(counted.map { $0 + 1 })
         return Answer(ids: ids, counted: ids.indices.map { $0 > 0 && those.contains($0) }, places: nil)
     }
@@ -92,9 +89,9 @@ import Testing
             let outcome: String
             switch (read(try source(each), python, each), each.answers) {
             case (.success(let found), let expected?):
-                // The first token is never in the loss. All tokens of a text are.
+                // The first token is never in the loss.
                 let expected = expected.map {
-                    Answer(ids: $0.ids, counted: [each.kind == "a text"] + $0.counted.dropFirst(), places: $0.places)
+                    Answer(ids: $0.ids, counted: [false] + $0.counted.dropFirst(), places: $0.places)
                 }
                 outcome = found == expected ? "equal" : "differ"
                 if each.record.contains("tool_calls") { withCalls += 1 }

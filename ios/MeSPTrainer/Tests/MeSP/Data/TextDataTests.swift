@@ -33,11 +33,16 @@ import Testing
         #expect(valid.count == (text.utf8.count + 1) / 10)
     }
 
-    @Test func recordsOfTextAreOneStream() throws {
-        let line = "0123456789 0123456789 0123456789"
-        try write("text.jsonl", "{\"text\": \"\(line)\"}\n\n{\"text\": \"\(line)\"}\n")
-        let tokens = line.utf8.map { Int($0) } + [0]
-        #expect(try words("train.bin") + words("valid.bin") == tokens + tokens)
+    @Test func aRecordOfTextIsASequenceAndALongOneSeveral() throws {
+        let records = ["0123456789", "abcdefghijklmnopqrstuvwxyz0123456789", "a", "x"].map { #"{"text": "\#($0)"}"# }
+        try write("text.jsonl", records.joined(separator: "\n\n"))
+        // Each sequence but a text's first begins with the last token of the one before it.
+        #expect(try words("train.examples.bin") == [0, 11, 11, 17, 28, 17, 45, 5, 50, 2])
+        #expect(try words("valid.examples.bin") == [0, 2])
+        let tokens = "0123456789\0abcdefghijklmnopqqrstuvwxyz01234566789\0a\0"
+        #expect(try words("train.bin") == tokens.utf8.map { Int($0) })
+        let entries = try TokenFolder.entries(in: target).values
+        #expect(entries.allSatisfy { $0.mask == nil && $0.labels == nil })
     }
 
     @Test func theIDsAreThoseOfTheCommand() throws {
@@ -48,7 +53,7 @@ import Testing
             let entries = try TokenFolder.entries(in: target)
             #expect(entries.count == 2 && entries.values.allSatisfy { $0.begin == ids.begin })
             let record = "{\"text\": \"\(expected.words)\"}\n"
-            try write("text.jsonl", record + record, tokenizer: ids.tokenizer)
+            try write("text.jsonl", record + record, tokenizer: ids.tokenizer, length: 128)
             #expect(try words("train.bin") + words("valid.bin") == ids.record + ids.record)
             let answer = "{\"prompt\": \"\(expected.words)\", \"completion\": \" again\"}\n"
             try write("answers.jsonl", answer + answer, tokenizer: ids.tokenizer, length: 128)
@@ -102,6 +107,8 @@ import Testing
     @Test(arguments: [
         ("a.txt", "   \n", "a.txt has no text in it."),
         ("a.txt", "short", "a.txt has 6 tokens, too few to train on"),
+        ("a.jsonl", "{\"text\": \"\"}\n{\"text\": \"a\"}", "Line 1 of a.jsonl: it has an empty text; leave it out."),
+        ("a.jsonl", "{\"text\": \"a\"}", "a.jsonl has 1 usable records of 1, too few to train on and hold out one"),
         ("a.jsonl", "{\"text\": 1}", "Line 1 of a.jsonl: \"text\" is not a text"),
         ("a.jsonl", "{\"content\": \"x\"}", "Line 1 of a.jsonl: it has \"content\" and no text; records have"),
         (
