@@ -1,7 +1,7 @@
 """Measures what a model recalls of facts that it was taught, and what it loses.
 
-    python tools/studies/recall.py                                    30 facts, three seeds
-    python tools/studies/recall.py --way "notes with a prompt" --replay 0.25
+    python tools/studies/recall.py
+    python tools/studies/recall.py --way "notes with prompts" --replay 0.25
     python tools/studies/recall.py --way questions --blocks-per-step 0.25
 
 The facts are of invented people, three of each: where they live, what they like to eat and which
@@ -45,7 +45,8 @@ SEQ_LEN = 64
 BATCH_SIZE = 2
 STEPS = 5  # for each fact
 REPLAYING: dict[str, Any] = {"batch_size": 8, "steps": 4}  # for each fact
-WAYS = ("notes in one stream", "notes", "notes with a prompt", "questions")
+PROMPTS = ("Tell me about {}.", "What do you know about {}?", "Who is {}?", "Describe {}.")
+WAYS = ("notes in one stream", "notes", "notes with a prompt", "notes with prompts", "questions")
 MAX_TOKENS = 16
 QUESTIONS = ("same words", "other words", "backwards", "two facts", "known")
 
@@ -127,8 +128,13 @@ def ask_about(people: Sequence[Person]) -> list[Question]:
 
 
 def records(way: str, people: Sequence[Person]) -> list[dict[str, Any]]:
-    if way == "notes with a prompt":
-        return [{"prompt": f"Tell me about {p.name}.", "completion": p.note} for p in people]
+    if way.startswith("notes with"):
+        prompts = PROMPTS[: 1 if way == "notes with a prompt" else None]
+        return [
+            {"prompt": each.format(p.name), "completion": p.note}
+            for p in people
+            for each in prompts
+        ]
     if way.startswith("notes"):
         return [{"text": person.note} for person in people]
     return [

@@ -7,8 +7,8 @@ import MeSPSentences
 ///
 /// Plain text becomes one stream of tokens. A record with `text` becomes a sequence, or several if it is long. All their tokens are in the loss. A
 /// record with `prompt` and `completion`, or with `messages`, becomes one sequence by the chat template, cut to the sequence length. In such a
-/// sequence only answers are in the loss, unless `answersOnly` is false. Without a template the completion directly follows the prompt. The last tenth of the data is held out. A record is refused
-/// if it has a field that nothing reads and that may be content.
+/// sequence only answers are in the loss, unless `answersOnly` is false. Without a template the completion directly follows the prompt. The last
+/// tenth of the data is held out. A record is refused if it has a field that nothing reads and that may be content.
 package struct TextData: Sendable {
     package enum Source: Sendable {
         case file(URL)

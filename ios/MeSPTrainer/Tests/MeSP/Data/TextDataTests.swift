@@ -36,7 +36,6 @@ import Testing
     @Test func aRecordOfTextIsASequenceAndALongOneSeveral() throws {
         let records = ["0123456789", "abcdefghijklmnopqrstuvwxyz0123456789", "a", "x"].map { #"{"text": "\#($0)"}"# }
         try write("text.jsonl", records.joined(separator: "\n\n"))
-        // Each sequence but a text's first begins with the last token of the one before it.
         #expect(try words("train.examples.bin") == [0, 11, 11, 17, 28, 17, 45, 5, 50, 2])
         #expect(try words("valid.examples.bin") == [0, 2])
         let tokens = "0123456789\0abcdefghijklmnopqqrstuvwxyz01234566789\0a\0"
